@@ -1,0 +1,65 @@
+"""The contract between block bookkeeping and the memory that holds the blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.layout import KvLayout
+
+__all__ = ["MemoryRegion", "PageStorage"]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRegion:
+    """One span of memory that a transport may register: `address` .. `address + nbytes`.
+
+    `device` is "cpu" or "cuda:N". Page p lies at ``address + p * page_bytes``.
+    """
+
+    address: int
+    nbytes: int
+    page_bytes: int
+    device: str = "cpu"
+
+
+class PageStorage(Protocol):
+    """Memory for the pages of every layer group of a layout.
+
+    It knows nothing of sequences or reuse. Pages are addressed by (group, page). Page memory is page-aligned and
+    lives until `close`; an implementation never moves it.
+    """
+
+    @property
+    def layout(self) -> KvLayout: ...
+
+    def num_pages(self, group: int = 0) -> int:
+        """Pages in the pool of `group`."""
+        ...
+
+    def page(self, page: int, group: int = 0) -> memoryview:
+        """Writable bytes of a page (host memory only; raises for device memory)."""
+        ...
+
+    def copy_page(self, source: int, destination: int, group: int = 0) -> None:
+        """Copy all bytes of one page onto another one of the same group. Blocks until done."""
+        ...
+
+    def region(self, group: int = 0) -> MemoryRegion:
+        """Where the pool lies, for registration with a transport."""
+        ...
+
+    def generations(self, group: int = 0) -> NDArray[np.uint64]:
+        """Generation number of every page, in host memory that a peer may read. Only the block pool writes it."""
+        ...
+
+    def generations_region(self, group: int = 0) -> MemoryRegion:
+        """Where `generations` lies (page_bytes is 8)."""
+        ...
+
+    def close(self) -> None:
+        """Release the memory. Idempotent. Nobody may hold a view any more."""
+        ...
