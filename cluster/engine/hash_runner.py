@@ -131,7 +131,9 @@ class HashRunner:
         if storage.layout != self.layout:
             raise EngineError("the storage was made for another layout: use make_storage(runner, num_pages)")
         memory = (ctypes.c_uint8 * region.nbytes).from_address(region.address)
-        pool = np.frombuffer(memory, dtype=np.uint64, count=storage.num_pages(0) * self._words * self._block)
+        pool = np.frombuffer(
+            memoryview(memory), dtype=np.uint64, count=storage.num_pages(0) * self._words * self._block
+        )
         self._pool = pool.reshape(storage.num_pages(0), self._words, self._block)
 
     def execute(self, plan: StepPlan) -> list[int | None]:

@@ -23,19 +23,23 @@ if TYPE_CHECKING:
 __all__ = ["describe_model", "load_runner", "load_tokenizer", "make_storage"]
 
 
-def describe_model(model: str, tokens_per_block: int) -> ModelDescription:
-    """Facts of `model` without loading its weights. Reads a file header at most.
+def describe_model(model: str, tokens_per_block: int, *, device: str = "auto", dtype: str = "auto") -> ModelDescription:
+    """Facts of `model` as `load_runner` with the same arguments would have them, without loading its weights.
 
-    Raises ModelLoadError when the model is unknown, unreadable or of an unsupported kind.
+    Reads a file's header, and hashes the weight files the first time that a machine sees them. Raises ModelLoadError
+    when the model is unknown, unreadable or of an unsupported kind.
     """
     if is_hash_model(model):
         spec = parse_hash_model(model)
         return describe_hash_model(
             tokens_per_block, num_layers=spec.layers, num_kv_heads=spec.kv_heads, max_position=spec.max_position
         )
+    from cluster.engine.device_choice import resolve_device_type, resolve_dtype
     from cluster.engine.model_source import find_model
 
-    return find_model(model).describe(tokens_per_block)
+    source = find_model(model)
+    element = resolve_dtype(dtype, resolve_device_type(device))
+    return source.config.describe(source.fingerprint(), tokens_per_block, element)
 
 
 def load_runner(
@@ -77,9 +81,9 @@ def load_tokenizer(model: str) -> Tokenizer:
 def make_storage(runner: ModelRunner, num_pages: Sequence[int]) -> PageStorage:
     """Page memory that fits `runner`, `num_pages` a layer group. The caller closes it; `bind` is the caller's too."""
     if isinstance(runner, HashRunner):
-        from kvcache.storage import BytesPageStorage
+        from kvcache.storage.bytes_storage import BytesPageStorage
 
         return BytesPageStorage(runner.layout, num_pages)
-    from kvcache.storage import TorchPageStorage
+    from kvcache.storage.torch_storage import TorchPageStorage
 
     return TorchPageStorage(runner.layout, num_pages, device=getattr(runner, "device", "cpu"))
