@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["EngineRequest", "FinishReason", "OutputDelta", "ReuseBreakdown", "SamplingParams"]
+__all__ = ["EngineRequest", "FinishReason", "SamplingParams"]
 
 
 class FinishReason(StrEnum):
@@ -17,6 +16,7 @@ class FinishReason(StrEnum):
 
     STOP = "stop"  # an end-of-sequence token or a stop string
     LENGTH = "length"  # max_tokens or the model's length limit
+    HANDOFF = "handoff"  # a context worker's part is done; the answer goes on elsewhere
     CANCELLED = "cancelled"
     ERROR = "error"
 
@@ -54,24 +54,3 @@ class EngineRequest:
     conversation_id: str | None = None
     cache_salt: str | None = None
     first_token_ids: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class ReuseBreakdown:
-    """Where the KV of a prompt came from, in tokens; cached + pulled + recomputed = prompt."""
-
-    prompt_tokens: int
-    cached_tokens: int
-    pulled_tokens: int
-    recomputed_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class OutputDelta:
-    """What one request produced since the last delta of it."""
-
-    request_id: str
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason | None = None
-    error: str | None = None
-    detail: dict[str, Any] = field(default_factory=dict)

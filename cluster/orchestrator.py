@@ -1,0 +1,355 @@
+"""Serves a request, top to bottom. Read `_attempt` first: it is the life of a request in one function.
+
+The orchestrator owns the hand-off: whatever a worker grants and nobody fetches is released here. It holds no KV and
+computes nothing; it runs in the frontend's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from cluster.errors import (
+    ClusterError,
+    EngineFailedError,
+    InvalidRequestError,
+    PromptTooLongError,
+    QueueFullError,
+    TransferFailedError,
+    WorkerLostError,
+)
+from cluster.fleet import Fleet
+from cluster.request import EngineRequest, FinishReason
+from cluster.routing import Router, RouteRequest
+from cluster.serve_request import ServeRequest, TurnRecord
+from cluster.serve_stream import ServeStream
+from cluster.turns import Turns
+from cluster.worker import AdmissionStatus, TurnHandoff, WorkerRole, WorkerStats
+from cluster.worker_handle import WorkerHandle, WorkerState
+from transceiver import GrantTicket
+
+__all__ = ["Orchestrator", "OrchestratorSettings"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class OrchestratorSettings:
+    """Limits of the orchestrator, from the configuration.
+
+    recovery_s   how long a request waits for a worker of a role to come back before it is refused
+    backflow_wait_s  how long a continuing turn waits for the blocks of the last answer
+    """
+
+    max_queued_requests: int = 256
+    max_retries: int = 1
+    max_local_prefill_length: int = 0
+    recovery_s: float = 60.0
+    backflow_wait_s: float = 5.0
+
+
+@dataclass(slots=True)
+class OrchestratorCounters:
+    """Totals since the start, for metrics. `finished` counts by finish reason."""
+
+    requests: int = 0
+    retries: int = 0
+    disaggregated: int = 0
+    local_prefills: int = 0
+    finished: Counter[str] = field(default_factory=Counter)
+
+
+class Orchestrator:
+    """Routes requests to workers, moves them from the context to the generation side, retries after a death."""
+
+    def __init__(
+        self, fleet: Fleet, context_router: Router, generation_router: Router, settings: OrchestratorSettings
+    ) -> None:
+        self.fleet = fleet
+        self.settings = settings
+        self.turns = Turns()
+        self.counters = OrchestratorCounters()
+        self.in_flight = 0
+        self._routers = {WorkerRole.CONTEXT: context_router, WorkerRole.GENERATION: generation_router}
+        self._routers[WorkerRole.AGGREGATED] = generation_router
+        self._sequence = itertools.count()
+        self._aggregated = bool(fleet.of_role(WorkerRole.AGGREGATED))
+        self._streams: set[asyncio.Task[None]] = set()
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request can be served now."""
+        return self.fleet.serving
+
+    async def close(self) -> None:
+        """Cancel what is being served, let closing turns end, close the workers."""
+        for task in list(self._streams):
+            task.cancel()
+        await asyncio.gather(*self._streams, return_exceptions=True)
+        await self.turns.drain(timeout_s=5.0)
+        await self.fleet.close()
+
+    async def serve(self, request: ServeRequest) -> ServeStream:
+        """Start serving. Raises PromptTooLongError, InvalidRequestError or QueueFullError before anything is sent."""
+        if self.in_flight >= self.settings.max_queued_requests:
+            raise QueueFullError(f"{self.in_flight} requests are in flight; try again later")
+        request = self._checked(request)
+        stream = ServeStream(request)
+        task = asyncio.create_task(self._serve(request, stream))
+        stream.attach(task)
+        self._streams.add(task)
+        task.add_done_callback(self._streams.discard)
+        return stream
+
+    async def _serve(self, request: ServeRequest, stream: ServeStream) -> None:
+        self.in_flight += 1
+        self.counters.requests += 1
+        try:
+            await self._serve_with_retries(request, stream)
+        except ClusterError as error:
+            stream.fail(error)
+        except asyncio.CancelledError:
+            stream.finish(FinishReason.CANCELLED)
+            raise
+        except Exception as error:
+            log.exception("request %s failed", request.request_id)
+            stream.fail(EngineFailedError(f"internal error: {type(error).__name__}"))
+        finally:
+            self.in_flight -= 1
+            self.counters.finished[str(stream.finish_reason)] += 1
+            if stream.finish_reason in (FinishReason.ERROR, FinishReason.CANCELLED):
+                self.turns.keep(
+                    TurnRecord(request.request_id, request.conversation_id, stream.finish_reason, stream.usage)
+                )
+
+    async def _serve_with_retries(self, request: ServeRequest, stream: ServeStream) -> None:
+        for attempt in itertools.count():
+            try:
+                await self._attempt(request, stream)
+                return
+            except (WorkerLostError, TransferFailedError) as error:
+                if attempt >= self.settings.max_retries:
+                    raise
+                log.warning("request %s is tried again: %s", request.request_id, error.message)
+                self.counters.retries += 1
+                stream.note(retries=attempt + 1)
+
+    async def _attempt(self, request: ServeRequest, stream: ServeStream) -> None:
+        """One try from prompt to last token. Tokens that the client already has are given along, never sent again."""
+        await self.turns.wait_for_prefix(request.prompt_ids, request.cache_salt, self.settings.backflow_wait_s)
+        engine_request = EngineRequest(
+            request_id=f"{request.request_id}#{next(self._sequence)}",
+            prompt_ids=request.prompt_ids,
+            sampling=request.sampling,
+            conversation_id=request.conversation_id,
+            cache_salt=request.cache_salt,
+            first_token_ids=tuple(stream.token_ids),
+        )
+        role = WorkerRole.AGGREGATED if self._aggregated else WorkerRole.GENERATION
+        async with self._worker(role, request) as generation:
+            if self._aggregated or await self._prefers_local_prefill(generation, request):
+                await self._decode(request, stream, engine_request, generation, None, None)
+                return
+            async with self._worker(WorkerRole.CONTEXT, request) as context:
+                token, ticket = await self._prefill(request, stream, engine_request, context)
+            if ticket is None:
+                return
+            engine_request = replace(engine_request, first_token_ids=(*engine_request.first_token_ids, token))
+            try:
+                await self._decode(request, stream, engine_request, generation, context, ticket)
+            except BaseException:
+                await _give_up(context, engine_request.request_id)
+                raise
+
+    async def _prefill(
+        self, request: ServeRequest, stream: ServeStream, engine_request: EngineRequest, context: WorkerHandle
+    ) -> tuple[int, GrantTicket | None]:
+        """The prompt's KV and the first token, on a context worker. No ticket = the answer ended with that token."""
+        try:
+            prefill = await context.prefill(engine_request)
+        except asyncio.CancelledError:
+            await _give_up(context, engine_request.request_id)
+            raise
+        prompt_tokens = len(request.prompt_ids)
+        cached = min(prefill.cached_tokens, prompt_tokens)
+        stream.note(
+            ctx_cached_tokens=cached, recomputed_tokens=prompt_tokens - cached, ctx_worker=context.worker_id
+        )
+        self.counters.disaggregated += 1
+        stream.emit((prefill.token_id,))
+        if prefill.ticket is None:
+            self._close_turn(request, stream, engine_request, context, None, prefill.finish_reason)
+        return prefill.token_id, prefill.ticket
+
+    async def _decode(
+        self,
+        request: ServeRequest,
+        stream: ServeStream,
+        engine_request: EngineRequest,
+        generation: WorkerHandle,
+        context: WorkerHandle | None,
+        ticket: GrantTicket | None,
+    ) -> None:
+        """The rest of the answer on a generation worker, which pulls the blocks it lacks under `ticket` first."""
+        request_id = engine_request.request_id
+        stream.note(gen_worker=generation.worker_id)
+        generation.open_stream(request_id)
+        try:
+            admission = await generation.generate(engine_request, ticket)
+            if admission.status is AdmissionStatus.TRANSFER_FAILED:
+                reason = admission.transfer.reason if admission.transfer else "unknown"
+                raise TransferFailedError(f"{generation.worker_id} could not fetch the prompt's KV: {reason}")
+            if ticket is not None:
+                moved = admission.transfer
+                stream.note(
+                    gen_cached_tokens=min(admission.cached_tokens, len(request.prompt_ids)),
+                    transferred_tokens=admission.transferred_tokens,
+                    repaired_tokens=admission.repaired_tokens,
+                    ctx_to_gen_blocks=moved.blocks if moved else 0,
+                    ctx_to_gen_bytes=moved.bytes if moved else 0,
+                    transport=moved.transport if moved else None,
+                )
+            stream.on_stop(lambda: generation.stop(request_id))
+            if stream.stop_requested:
+                await generation.stop(request_id)
+            await self._relay(request, stream, engine_request, generation, context)
+        except (asyncio.CancelledError, TransferFailedError):
+            await _give_up(generation, request_id)
+            raise
+        finally:
+            stream.on_stop(None)
+            generation.close_stream(request_id)
+
+    async def _relay(
+        self,
+        request: ServeRequest,
+        stream: ServeStream,
+        engine_request: EngineRequest,
+        generation: WorkerHandle,
+        context: WorkerHandle | None,
+    ) -> None:
+        async for delta in generation.outputs(engine_request.request_id):
+            stream.emit(delta.token_ids)
+            if delta.finish_reason is None:
+                continue
+            if delta.finish_reason is FinishReason.ERROR:
+                raise EngineFailedError(f"{generation.worker_id}: {delta.error}")
+            if context is None:
+                prompt_tokens = len(request.prompt_ids)
+                cached = min(delta.cached_tokens or 0, prompt_tokens)
+                stream.note(ctx_cached_tokens=cached, recomputed_tokens=prompt_tokens - cached)
+                self.counters.local_prefills += 1
+            self._close_turn(request, stream, engine_request, context, delta.ticket, delta.finish_reason)
+
+    def _close_turn(
+        self,
+        request: ServeRequest,
+        stream: ServeStream,
+        engine_request: EngineRequest,
+        context: WorkerHandle | None,
+        ticket: GrantTicket | None,
+        reason: FinishReason,
+    ) -> None:
+        """The answer is complete: tell the client, then let the context side take what it lacks of the turn."""
+        stream.finish(reason)
+        record = TurnRecord(request.request_id, request.conversation_id, reason, stream.usage)
+        turn = TurnHandoff(
+            request_id=engine_request.request_id,
+            conversation_id=request.conversation_id,
+            cache_salt=request.cache_salt,
+            token_ids=np.concatenate([request.prompt_ids, np.asarray(stream.token_ids, np.int32)]),
+            ticket=ticket,
+        )
+        route = RouteRequest(turn.token_ids, request.conversation_id, request.cache_salt)
+        if stream.usage.gen_worker is not None:
+            self._routers[WorkerRole.GENERATION].record(route, stream.usage.gen_worker)
+        if context is None:
+            self.turns.keep(record)
+        else:
+            self._routers[WorkerRole.CONTEXT].record(route, context.worker_id)
+            self.turns.close(context, turn, record)
+
+    @contextlib.asynccontextmanager
+    async def _worker(self, role: WorkerRole, request: ServeRequest) -> AsyncIterator[WorkerHandle]:
+        """A ready worker of a role, counted as busy while in use; waits for one to come back if none is up."""
+        candidates = await self.fleet.wait_ready(role, self.settings.recovery_s)
+        route = RouteRequest(request.prompt_ids, request.conversation_id, request.cache_salt)
+        chosen = self._routers[role].choose(route, candidates)
+        worker = next(handle for handle in candidates if handle.worker_id == chosen.worker_id)
+        worker.active_requests += 1
+        try:
+            yield worker
+        finally:
+            worker.active_requests -= 1
+            if worker.state is WorkerState.LOST:
+                self._routers[role].remove_worker(worker.worker_id)
+
+    async def _prefers_local_prefill(self, generation: WorkerHandle, request: ServeRequest) -> bool:
+        """Conditional disaggregation: the generation side has most of the prompt, the rest is short."""
+        limit = self.settings.max_local_prefill_length
+        if limit == 0:
+            return False
+        cached = await generation.probe(request.prompt_ids[:-1], request.cache_salt)
+        return cached > 0 and len(request.prompt_ids) - cached <= limit
+
+    def _checked(self, request: ServeRequest) -> ServeRequest:
+        """The request with max_tokens cut to what fits. Raises when the prompt itself cannot."""
+        prompt_tokens = len(request.prompt_ids)
+        if prompt_tokens == 0:
+            raise InvalidRequestError("the prompt is empty: send at least one token", param="prompt")
+        infos = [handle.info for handle in self.fleet.handles if handle.info is not None]
+        max_seq_len = min((info.max_seq_len for info in infos), default=prompt_tokens + 1)
+        capacity = min((info.capacity_tokens for info in infos), default=prompt_tokens + 1)
+        if prompt_tokens >= max_seq_len:
+            raise PromptTooLongError(
+                f"the prompt has {prompt_tokens} tokens, but this server takes at most {max_seq_len - 1} "
+                f"(engine.max_seq_len is {max_seq_len}, one token is left for the answer): shorten the prompt",
+                param="prompt",
+            )
+        if prompt_tokens >= capacity:
+            raise PromptTooLongError(
+                f"the prompt has {prompt_tokens} tokens, but the KV pool can hold only {capacity}: shorten the prompt or "
+                "raise kv_cache_config.max_tokens",
+                param="prompt",
+            )
+        room = min(max_seq_len, capacity) - prompt_tokens
+        if request.sampling.max_tokens > room:
+            request = replace(request, sampling=replace(request.sampling, max_tokens=room))
+        return request
+
+    # --- operations ---
+
+    async def turn_record(self, request_id: str, wait_s: float = 0.0) -> TurnRecord | None:
+        """How a request was served, waiting up to `wait_s` for its back-flow. None = unknown or forgotten."""
+        return await self.turns.record(request_id, wait_s)
+
+    async def end_conversation(self, conversation_id: str) -> None:
+        """Forget a conversation's retained turns on every worker."""
+        await self._on_every_worker("end_conversation", conversation_id)
+
+    async def reset_prefix_cache(self) -> None:
+        """Drop all cached blocks that nobody uses, on every worker."""
+        await self._on_every_worker("reset_prefix_cache")
+
+    async def stats(self) -> list[WorkerStats]:
+        """Counters of every worker that answers."""
+        ready = [handle for role in WorkerRole for handle in self.fleet.ready(role)]
+        results = await asyncio.gather(*(handle.stats() for handle in ready), return_exceptions=True)
+        return [result for result in results if isinstance(result, WorkerStats)]
+
+    async def _on_every_worker(self, method: str, *args: object) -> None:
+        ready = [handle for role in WorkerRole for handle in self.fleet.ready(role)]
+        await asyncio.gather(*(getattr(handle, method)(*args) for handle in ready))
+
+
+async def _give_up(worker: WorkerHandle, request_id: str) -> None:
+    """Abort a request on a worker even while this task is being cancelled."""
+    with contextlib.suppress(ClusterError, TimeoutError):
+        await asyncio.shield(asyncio.wait_for(worker.abort(request_id), 5.0))

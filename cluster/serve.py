@@ -1,0 +1,175 @@
+"""From a configuration to a served port: what `kvferry serve` and `kvferry demo` run.
+
+Order: the port is taken first (a port in use costs nothing else), then Ray and the actors, then HTTP answers (503 on
+/health) while the models load, then requests are served. Everything started here is stopped here, also on Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+import uvicorn
+
+from cluster.config import ClusterConfig
+from cluster.controller import Controller
+from cluster.engine import describe_model, load_tokenizer
+from cluster.errors import ClusterError, StartupError
+from cluster.frontend import create_app
+from cluster.metrics import metrics_text
+from cluster.orchestrator import Orchestrator, OrchestratorSettings
+from cluster.routing import make_router
+
+__all__ = ["RunningCluster", "run_server", "running_cluster"]
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class RunningCluster:
+    """A cluster that serves."""
+
+    base_url: str
+    orchestrator: Orchestrator
+
+
+def run_server(config: ClusterConfig, *, aggregated: bool = False, address: str | None = None) -> int:
+    """Serve until SIGINT or SIGTERM. Returns the exit code: 0, or 1 with the cause on stderr."""
+    try:
+        return asyncio.run(_serve_until_signalled(config, aggregated=aggregated, address=address))
+    except ClusterError as error:
+        _say(f"error: {error.message}")
+        return 1
+    except KeyboardInterrupt:
+        return 0
+
+
+async def _serve_until_signalled(config: ClusterConfig, *, aggregated: bool, address: str | None) -> int:
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stopping.set)
+    serving = asyncio.create_task(_serve(config, stopping, aggregated=aggregated, address=address))
+    stopped = asyncio.create_task(stopping.wait())
+    await asyncio.wait({serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    if not serving.done():
+        _say("stopping")
+        await asyncio.wait({serving}, timeout=0.1)
+        serving.cancel()
+    stopped.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await serving
+    return 0
+
+
+async def _serve(config: ClusterConfig, stopping: asyncio.Event, *, aggregated: bool, address: str | None) -> None:
+    async with running_cluster(config, aggregated=aggregated, address=address, progress=_say) as cluster:
+        _say(f"ready: {config.model} at {cluster.base_url}/v1  (Ctrl-C stops)")
+        await stopping.wait()
+
+
+@contextlib.asynccontextmanager
+async def running_cluster(
+    config: ClusterConfig,
+    *,
+    aggregated: bool = False,
+    address: str | None = None,
+    progress: Progress = lambda text: None,
+) -> AsyncIterator[RunningCluster]:
+    """A cluster that serves while the context is open. Several may be open in one process; they share one Ray.
+
+    Raises StartupError with the cause: a port in use, Ray not reachable, a worker that cannot start.
+    """
+    listener = _bind(config.server.host, config.server.port)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.callback(listener.close)
+        try:
+            tokenizer = await asyncio.to_thread(load_tokenizer, config.model)
+            description = await asyncio.to_thread(
+                describe_model, config.model, tokens_per_block=config.kv_cache_config.tokens_per_block
+            )
+        except (OSError, ValueError, RuntimeError) as error:
+            raise StartupError(f"model {config.model!r} cannot be loaded: {error}", param="model") from error
+        controller = Controller(config, aggregated=aggregated, address=address)
+        progress("starting Ray" if controller.starts_ray else "connecting to Ray")
+        stack.push_async_callback(asyncio.to_thread, controller.close)
+        await asyncio.to_thread(controller.connect)
+        fleet = await asyncio.to_thread(controller.create_fleet)
+        orchestrator = Orchestrator(
+            fleet,
+            make_router(config.context_servers.router, tokens_per_block=config.kv_cache_config.tokens_per_block),
+            make_router(config.generation_servers.router, tokens_per_block=config.kv_cache_config.tokens_per_block),
+            OrchestratorSettings(
+                max_queued_requests=config.server.max_queued_requests,
+                max_retries=config.max_retries,
+                max_local_prefill_length=config.conditional_disagg_config.max_local_prefill_length,
+            ),
+        )
+        stack.push_async_callback(orchestrator.close)
+        app = create_app(
+            orchestrator,
+            tokenizer,
+            model_name=config.model,
+            server_config=config.server,
+            max_seq_len=min(config.engine.max_seq_len, description.max_position),
+            metrics_text=lambda: metrics_text(orchestrator, model_name=config.model),
+        )
+        await stack.enter_async_context(_http(app, listener))
+        progress(f"starting {len(fleet.handles)} workers: " + ", ".join(h.worker_id for h in fleet.handles))
+        await fleet.start()
+        host, port = listener.getsockname()[:2]
+        yield RunningCluster(f"http://{_url_host(host)}:{port}", orchestrator)
+        progress("closing")
+
+
+@contextlib.asynccontextmanager
+async def _http(app: object, listener: socket.socket) -> AsyncIterator[None]:
+    """uvicorn on an open socket, without its signal handling; open streams get a few seconds at the end."""
+    server = uvicorn.Server(
+        uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=3, lifespan="off")  # type: ignore[arg-type]
+    )
+    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        await asyncio.wait({task}, timeout=10)
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """A bound socket. Raises StartupError that says who has the port and what to do."""
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise StartupError(f"server.host {host!r} is not an address here: {error}", param="server.host") from error
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(where)
+        listener.listen(128)
+    except OSError as error:
+        listener.close()
+        raise StartupError(
+            f"cannot listen on {host}:{port}: {error.strerror or error}; stop what uses the port or set server.port",
+            param="server.port",
+        ) from error
+    return listener
+
+
+def _url_host(host: str) -> str:
+    if host in ("0.0.0.0", "::"):
+        return "127.0.0.1"
+    return f"[{host}]" if ":" in host else host
+
+
+def _say(text: str) -> None:
+    print(f"kvferry: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,254 @@
+"""What every worker is: a model, a cache manager, an engine and a transceiver that belong together.
+
+`ContextWorker` and `GenerationWorker` add the two halves of a request. A worker knows nothing of Ray: the controller
+runs it as an actor, tests run it in their own event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import uuid
+from collections.abc import Coroutine
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cluster.engine import load_runner, make_storage
+from cluster.engine_loop import EngineLoop
+from cluster.errors import EngineFailedError, StartupError
+from cluster.request import EngineRequest, FinishReason
+from cluster.scheduler import Scheduler, SequenceEvent
+from cluster.sequence import Sequence
+from cluster.worker.kv_fetch import KvFetch
+from cluster.worker.messages import WorkerInfo, WorkerRole, WorkerStats
+from cluster.worker.pool_size import pool_pages
+from cluster.worker.spec import WorkerSpec
+from kvcache import KvCacheManager, PagePin, ReuseScope, SequenceCache
+from transceiver import CacheTransceiver, GrantTicket, Publication
+
+__all__ = ["BaseWorker"]
+
+log = logging.getLogger(__name__)
+
+
+class BaseWorker:
+    """Start, stop, probe, abort and report. All methods run on one event loop; none blocks it for long."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self.spec = spec
+        self.incarnation = uuid.uuid4().hex
+        self.repaired_blocks = 0
+        self._info: WorkerInfo | None = None
+        self._publications: dict[str, Publication] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> WorkerInfo:
+        """Load the model, map the pools, open the transceiver. Idempotent. Raises StartupError with the cause."""
+        if self._info is None:
+            self._loop = asyncio.get_running_loop()
+            try:
+                self._info = await asyncio.to_thread(self._build)
+            except StartupError:
+                raise
+            except Exception as error:
+                log.exception("worker %s cannot start", self.spec.worker_id)
+                raise StartupError(f"{self.spec.worker_id} cannot start: {type(error).__name__}: {error}") from error
+            self.engine.start()
+        return self._info
+
+    def _build(self) -> WorkerInfo:
+        spec = self.spec
+        runner = load_runner(
+            spec.model, tokens_per_block=spec.kv_cache.tokens_per_block, device=spec.device, dtype=spec.dtype
+        )
+        num_pages = pool_pages(spec.kv_cache, runner.layout, spec.max_seq_len)
+        self.storage = make_storage(runner, num_pages)
+        runner.bind(self.storage)
+        self.manager = KvCacheManager(runner.layout, spec.kv_cache, self.storage)
+        self.max_seq_len = min(spec.max_seq_len, runner.max_position)
+        self.eos_token_ids = runner.eos_token_ids
+        scheduler = Scheduler(
+            self.manager,
+            max_batch_size=spec.max_batch_size,
+            max_num_tokens=spec.max_num_tokens,
+            enable_chunked_prefill=spec.enable_chunked_prefill,
+        )
+        self.engine = EngineLoop(runner, self.manager, scheduler, self._deliver, name=f"{spec.worker_id}-engine")
+        self.transceiver: CacheTransceiver | None = None
+        if spec.role is not WorkerRole.AGGREGATED:
+            self.transceiver = CacheTransceiver(
+                worker_id=spec.worker_id,
+                storage=self.storage,
+                config=spec.transceiver,
+                secret=spec.secret,
+                host=own_address(spec.reachable_from),
+            )
+            self.transceiver.start()
+        return WorkerInfo(
+            worker_id=spec.worker_id,
+            role=spec.role,
+            incarnation=self.incarnation,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            transceiver_address=self.transceiver.address if self.transceiver else "",
+            layout_fingerprint=runner.layout.fingerprint(),
+            tokens_per_block=runner.layout.tokens_per_block,
+            page_bytes=runner.layout.page_bytes(),
+            capacity_tokens=num_pages * runner.layout.tokens_per_block,
+            max_seq_len=self.max_seq_len,
+        )
+
+    async def close(self) -> None:
+        """Stop the engine, end every grant, release memory and ports. Idempotent."""
+        if self._info is None:
+            return
+        self._info = None
+        await asyncio.to_thread(self.engine.close)
+        for publication in list(self._publications.values()):
+            publication.cancel()
+        if self.transceiver is not None:
+            await asyncio.to_thread(self.transceiver.close)
+        for task in list(self._tasks):
+            with contextlib.suppress(asyncio.CancelledError, TimeoutError):
+                await asyncio.wait_for(task, 10)
+        with self.engine.lock:
+            self.storage.close()
+
+    async def ping(self) -> str:
+        """The incarnation, as a sign of life. Raises EngineFailedError when the engine has stopped for good."""
+        self._check_engine()
+        return self.incarnation
+
+    async def watch(self, seconds: float) -> str:
+        """`ping`, after `seconds`: a call that fails the moment this process dies."""
+        await asyncio.sleep(seconds)
+        return await self.ping()
+
+    async def probe(self, token_ids: NDArray[np.int32], cache_salt: str | None = None) -> int:
+        """Tokens of `token_ids` whose KV this worker holds. Changes nothing."""
+        with self.engine.lock:
+            return self.manager.probe_reuse(token_ids, ReuseScope(cache_salt=cache_salt))
+
+    async def abort(self, request_id: str) -> None:
+        """End a request without publishing its turn, whatever it is doing. Unknown ids are ignored."""
+        self.engine.request_stop(request_id, FinishReason.CANCELLED)
+        await self.release(request_id)
+
+    async def release(self, request_id: str) -> None:
+        """Withdraw the grant of a request that nobody will fetch. Unknown ids are ignored."""
+        publication = self._publications.get(request_id)
+        if publication is not None:
+            publication.cancel()
+
+    async def end_conversation(self, conversation_id: str) -> None:
+        """Forget which turns of a conversation are retained; their blocks become ordinary cached ones."""
+        with self.engine.lock:
+            self.manager.end_conversation(conversation_id)
+
+    async def reset_prefix_cache(self) -> None:
+        """Drop every cached block that nobody uses now."""
+        with self.engine.lock:
+            self.manager.clear()
+
+    async def check_integrity(self) -> None:
+        """Raise CorruptedCacheError when the cache's books do not balance."""
+        with self.engine.lock:
+            self.manager.check_integrity()
+
+    async def stats(self) -> WorkerStats:
+        """Counters now."""
+        assert self._info is not None
+        with self.engine.lock:
+            return WorkerStats(
+                info=self._info,
+                cache=self.manager.stats(),
+                scheduler=self.engine.scheduler.snapshot(),
+                transceiver=self.transceiver.stats() if self.transceiver is not None else None,
+                repaired_blocks=self.repaired_blocks,
+                open_grants=len(self._publications),
+                busy_s=self.engine.busy_s,
+            )
+
+    # --- for the two halves ---
+
+    def _new_sequence(
+        self, request: EngineRequest, *, decode_limit: int | None = None, cache: SequenceCache | None = None
+    ) -> Sequence:
+        return Sequence(
+            request,
+            eos_token_ids=self.eos_token_ids,
+            max_position=self.max_seq_len,
+            decode_limit=decode_limit,
+            cache=cache,
+        )
+
+    def _grant(self, request: EngineRequest, cache: SequenceCache, num_tokens: int) -> GrantTicket:
+        """Offer the first `num_tokens` of a sequence to a peer; its pages stay pinned until that is settled.
+
+        Call with the engine's lock held. The sequence itself may be closed afterwards.
+        """
+        assert self.transceiver is not None
+        groups = range(len(self.manager.layout.groups))
+        publication = self.transceiver.publish(
+            request.request_id,
+            tuple(cache.block_table(0, num_tokens, group) for group in groups),
+            conversation_id=request.conversation_id,
+            scope=ReuseScope(cache_salt=request.cache_salt).digest(),
+            lease_s=self.spec.transceiver.kv_transfer_timeout_ms / 1000,
+        )
+        self._publications[request.request_id] = publication
+        self._spawn(self._unpin_when_settled(request.request_id, publication, cache.pin_for_peer()))
+        return publication.ticket
+
+    async def _unpin_when_settled(self, request_id: str, publication: Publication, pin: PagePin) -> None:
+        try:
+            outcome = await asyncio.wrap_future(publication.future)
+            log.debug("grant of %s: %s %s", request_id, outcome.status, outcome.reason)
+        finally:
+            self._publications.pop(request_id, None)
+            with self.engine.lock:
+                pin.release()
+            self.engine.wake()
+
+    def _close_when_idle(self, cache: SequenceCache, fetch: KvFetch | None) -> None:
+        """Close a cache once no transfer can touch its pages any more; until then they stay quarantined."""
+
+        async def close() -> None:
+            if fetch is not None:
+                await fetch.memory_idle()
+            with self.engine.lock:
+                cache.close()
+            self.engine.wake()
+
+        self._spawn(close())
+
+    def _deliver(self, events: list[SequenceEvent]) -> None:
+        """Called in the engine's thread: hand the events to the event loop."""
+        with contextlib.suppress(RuntimeError):  # the loop is gone: the worker is being torn down
+            self._loop.call_soon_threadsafe(self._on_events, events)
+
+    def _on_events(self, events: list[SequenceEvent]) -> None:
+        """Called on the event loop with what the engine did; each half decides what that means."""
+        raise NotImplementedError
+
+    def _check_engine(self) -> None:
+        if self.engine.fatal is not None:
+            raise EngineFailedError(f"{self.spec.worker_id} stopped: {self.engine.fatal}")
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def own_address(peer: str) -> str:
+    """This machine's address on the route to `peer`. Sends nothing."""
+    family = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0][0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((peer, 9))
+        return str(probe.getsockname()[0])

@@ -1,0 +1,129 @@
+"""The prefill side: compute what no cache has, sample the first token, grant the blocks; later take the answer back."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from cluster.errors import EngineFailedError, PromptTooLongError
+from cluster.request import EngineRequest, FinishReason
+from cluster.scheduler import SequenceEvent
+from cluster.sequence import Sequence
+from cluster.worker.base_worker import BaseWorker
+from cluster.worker.kv_fetch import KvFetch
+from cluster.worker.messages import BackflowResult, PrefillResult, TurnHandoff
+from cluster.worker.spec import WorkerSpec
+from kvcache import NeverFitsError, OutOfPagesError, ReuseScope, SequenceCache
+from transceiver import TransferOutcome, TransferStatus
+
+__all__ = ["ContextWorker"]
+
+
+class ContextWorker(BaseWorker):
+    """Prefills prompts and keeps their turns."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        super().__init__(spec)
+        self._prefills: dict[str, asyncio.Future[SequenceEvent]] = {}
+
+    async def prefill(self, request: EngineRequest) -> PrefillResult:
+        """Compute the KV of a prompt and its first token; the KV stays pinned for whoever shows the ticket.
+
+        Raises PromptTooLongError when the prompt can never fit, EngineFailedError when the model failed or the
+        request was aborted.
+        """
+        self._check_engine()
+        started = time.monotonic()
+        sequence = self._new_sequence(request, decode_limit=1)
+        event = await self._run(sequence)
+        reason = event.finish_reason
+        if reason not in (FinishReason.HANDOFF, FinishReason.STOP, FinishReason.LENGTH):
+            kind = PromptTooLongError if event.never_fits else EngineFailedError
+            raise kind(event.error or f"the prefill was {reason}")
+        prompt_tokens = sequence.num_tokens - 1
+        cached = sequence.num_reused_tokens or 0
+        with self.engine.lock:
+            assert sequence.cache is not None
+            ticket = None
+            if reason is FinishReason.HANDOFF:
+                ticket = self._grant(request, sequence.cache, prompt_tokens)
+            sequence.close_cache()
+        return PrefillResult(
+            token_id=int(sequence.token_ids(prompt_tokens)[0]),
+            finish_reason=reason,
+            cached_tokens=cached,
+            recomputed_tokens=prompt_tokens - cached,
+            ticket=ticket,
+            seconds=time.monotonic() - started,
+        )
+
+    async def close_turn(self, turn: TurnHandoff) -> BackflowResult:
+        """Take the answer's blocks that this side lacks, and end the turn in the conversation's ledger.
+
+        Without a ticket, or when the blocks do not arrive, the turn ends where this side's KV ends. Never raises for
+        a peer's fault.
+        """
+        self._check_engine()
+        target = len(turn.token_ids) - 1
+        with self.engine.lock:
+            cache = self.manager.create(
+                f"{turn.request_id}/turn",
+                turn.token_ids,
+                scope=ReuseScope(cache_salt=turn.cache_salt),
+                conversation_id=turn.conversation_id,
+            )
+            had = cache.num_reused_tokens
+        outcome: TransferOutcome | None = None
+        fetch: KvFetch | None = None
+        try:
+            if turn.ticket is not None:
+                outcome, fetch = await self._take_answer(turn, cache, target)
+            with self.engine.lock:
+                endpoint = cache.num_computed_tokens
+                cache.end_turn()
+        finally:
+            self._close_when_idle(cache, fetch)
+        return BackflowResult(endpoint_tokens=endpoint, already_cached_tokens=had, transfer=outcome)
+
+    async def _take_answer(
+        self, turn: TurnHandoff, cache: SequenceCache, target: int
+    ) -> tuple[TransferOutcome, KvFetch | None]:
+        assert self.transceiver is not None and turn.ticket is not None
+        try:
+            with self.engine.lock:
+                cache.resize(target)
+        except (OutOfPagesError, NeverFitsError) as error:  # answers are worth less than running prompts
+            return TransferOutcome(TransferStatus.FAILED, f"no room for the answer's blocks: {error}"), None
+        fetch = KvFetch(self.engine, self.transceiver, cache)
+        result = await fetch.run(
+            turn.ticket,
+            turn.token_ids[:target],
+            conversation_id=turn.conversation_id,
+            cache_salt=turn.cache_salt,
+            timeout_s=self.spec.transceiver.kv_transfer_timeout_ms / 1000,
+        )
+        self.repaired_blocks += result.damaged_blocks
+        return result.outcome, fetch
+
+    async def _run(self, sequence: Sequence) -> SequenceEvent:
+        future: asyncio.Future[SequenceEvent] = self._loop.create_future()
+        self._prefills[sequence.request_id] = future
+        self.engine.submit(sequence)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self.engine.request_stop(sequence.request_id, FinishReason.CANCELLED)
+            raise
+        finally:
+            self._prefills.pop(sequence.request_id, None)
+
+    def _on_events(self, events: list[SequenceEvent]) -> None:
+        for event in events:
+            if event.finish_reason is None:
+                continue
+            future = self._prefills.get(event.sequence.request_id)
+            if future is not None and not future.done():
+                future.set_result(event)
+            else:  # nobody waits any more
+                with self.engine.lock:
+                    event.sequence.close_cache()
