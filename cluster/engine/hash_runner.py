@@ -8,7 +8,6 @@ bit for every batch, chunking and block size. It must never keep state between s
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import time
 from collections.abc import Callable
@@ -130,10 +129,13 @@ class HashRunner:
             raise EngineError(f"the hash model needs host memory, the storage is on {region.device}")
         if storage.layout != self.layout:
             raise EngineError("the storage was made for another layout: use make_storage(runner, num_pages)")
-        memory = (ctypes.c_uint8 * region.nbytes).from_address(region.address)
-        pool = np.frombuffer(
-            memoryview(memory), dtype=np.uint64, count=storage.num_pages(0) * self._words * self._block
-        )
+        # The mapping behind the first page is the whole pool; a view of it keeps it alive even if `close` comes early.
+        count = storage.num_pages(0) * self._words * self._block
+        pool = np.frombuffer(memoryview(storage.page(0).obj), dtype=np.uint64, count=count)
+        if pool.ctypes.data != region.address:
+            raise EngineError(
+                "the pages of this storage are not one span of memory: use make_storage(runner, num_pages)"
+            )
         self._pool = pool.reshape(storage.num_pages(0), self._words, self._block)
 
     def execute(self, plan: StepPlan) -> list[int | None]:
