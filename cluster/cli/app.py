@@ -1,0 +1,45 @@
+"""The typer application: every command by name. Adds commands, does nothing else."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from cluster.cli.chat_command import chat
+from cluster.cli.check_command import check
+from cluster.cli.demo_command import demo
+from cluster.cli.doctor_command import doctor
+from cluster.cli.schema_command import schema
+from cluster.cli.serve_command import serve
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    name="kvferry",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Disaggregated prefill/decode serving for multi-turn conversations.",
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"kvferry {version('kvferry')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+for _command in (serve, chat, demo, check, schema, doctor):
+    app.command()(_command)

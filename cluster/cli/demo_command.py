@@ -1,0 +1,37 @@
+"""`kvferry demo`: five turns, a rewind and a branch on a local cluster, checked token for token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cluster.cli.options import ConfigOption, SetOption
+
+__all__ = ["demo"]
+
+
+def demo(
+    config: ConfigOption = None,
+    set_: SetOption = None,
+    policy: Annotated[str | None, typer.Option(help="all_reusable, per_request or per_conversation.")] = None,
+    max_num_turns: Annotated[int | None, typer.Option(help="Retained turns (per_conversation).")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, max=1024, help="Longest answer, in tokens.")] = 48,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the figures there.")] = None,
+) -> None:
+    """Show KV reuse in a multi-turn conversation and check every token against a run without it.
+
+    Exit status 1 when a token differs or a reuse that must happen did not.
+    """
+    import asyncio
+    import os
+
+    from rich.console import Console
+
+    from cluster.demo import DemoOptions, run_demo
+
+    options = DemoOptions(config, tuple(set_ or ()), policy, max_num_turns, max_tokens, json_file)
+    report = asyncio.run(run_demo(options, os.environ, Console()))
+    if report.failures:
+        raise typer.Exit(1)

@@ -1,0 +1,25 @@
+"""`kvferry demo`: a conversation with a rewind on a real local cluster, checked token for token."""
+
+from __future__ import annotations
+
+from cluster.demo.conversation import ConversationResult, TurnResult, hold_conversation
+from cluster.demo.errors import DemoError
+from cluster.demo.expectations import broken_expectations
+from cluster.demo.run import DemoOptions, DemoReport, run_demo
+from cluster.demo.script import DEMO_SCRIPT, DemoScript, DemoTurn
+from cluster.demo.turn_row import TurnRow
+
+__all__ = [
+    "DEMO_SCRIPT",
+    "ConversationResult",
+    "DemoError",
+    "DemoOptions",
+    "DemoReport",
+    "DemoScript",
+    "DemoTurn",
+    "TurnResult",
+    "TurnRow",
+    "broken_expectations",
+    "hold_conversation",
+    "run_demo",
+]
