@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
-from dataclasses import dataclass
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.config import ClusterConfig, ServerSectionConfig
+from cluster.config import ClusterConfig
 from cluster.errors import StartupError
 from cluster.fleet import Fleet
 from cluster.ray_channel import RayChannel
-from cluster.worker import ContextWorker, GenerationWorker, WorkerRole, WorkerSpec
+from cluster.worker import WorkerSpec
 from cluster.worker_handle import WorkerHandle
+from cluster.worker_plan import WORKER_CLASS, cluster_secret, plan_workers
 
 __all__ = ["Controller"]
 
@@ -27,20 +26,6 @@ log = logging.getLogger(__name__)
 
 _PLACEMENT_TIMEOUT_S = 60.0
 _OBJECT_STORE_BYTES = 100 * 2**20  # KV never passes through Ray's object store; control messages are small
-_WORKER_CLASS = {
-    WorkerRole.CONTEXT: ContextWorker,
-    WorkerRole.GENERATION: GenerationWorker,
-    WorkerRole.AGGREGATED: GenerationWorker,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class _Planned:
-    """A worker to be placed."""
-
-    worker_id: str
-    role: WorkerRole
-    section: ServerSectionConfig
 
 
 class Controller:
@@ -89,21 +74,18 @@ class Controller:
 
         Raises StartupError when the cluster has not the resources for all workers.
         """
-        planned = self._plan()
-        bundles = [self._resources() for _ in planned]
+        reachable_from = ray.util.get_node_ip_address() if self._address else "127.0.0.1"
+        specs = self._plan(cluster_secret(), reachable_from)
+        bundles = [self._resources() for _ in specs]
         self._group = placement_group(bundles, strategy="SPREAD")
         if not self._group.wait(_PLACEMENT_TIMEOUT_S):
             wanted = {name: sum(b.get(name, 0) for b in bundles) for name in ("CPU", "GPU")}
             self._remove_group()
             raise StartupError(
-                f"{len(planned)} workers need {wanted}, but the Ray cluster offers {ray.available_resources()}: "
+                f"{len(specs)} workers need {wanted}, but the Ray cluster offers {ray.available_resources()}: "
                 "start more nodes or lower num_instances"
             )
-        secret = _cluster_secret()
-        reachable_from = ray.util.get_node_ip_address() if self._address else "127.0.0.1"
-        return Fleet(
-            self._create(worker, index, secret, reachable_from) for index, worker in enumerate(planned)
-        )
+        return Fleet(self._create(spec, index) for index, spec in enumerate(specs))
 
     def close(self) -> None:
         """Give the placement group back and leave Ray (stopping it if it was started here). Idempotent."""
@@ -114,62 +96,30 @@ class Controller:
             ray.shutdown()
             self._started_ray = False
 
-    def _plan(self) -> list[_Planned]:
-        config = self._config
-        if self._aggregated:
-            count = config.generation_servers.num_instances
-            return [
-                _Planned(f"aggregated-{i}", WorkerRole.AGGREGATED, config.generation_servers) for i in range(count)
-            ]
-        sections = ((WorkerRole.CONTEXT, config.context_servers), (WorkerRole.GENERATION, config.generation_servers))
-        return [
-            _Planned(f"{role}-{i}", role, section) for role, section in sections for i in range(section.num_instances)
-        ]
+    def _plan(self, secret: bytes = b"", reachable_from: str = "127.0.0.1") -> list[WorkerSpec]:
+        return plan_workers(self._config, aggregated=self._aggregated, secret=secret, reachable_from=reachable_from)
 
     def _resources(self) -> dict[str, float]:
         if self._config.engine.device.startswith("cuda"):
             return {"CPU": 1.0, "GPU": 1.0}
         return {"CPU": 1.0}
 
-    def _create(self, worker: _Planned, bundle: int, secret: bytes, reachable_from: str) -> WorkerHandle:
-        section = worker.section
-        spec = WorkerSpec(
-            worker_id=worker.worker_id,
-            role=worker.role,
-            model=self._config.model,
-            kv_cache=section.kv_cache_config,
-            transceiver=section.cache_transceiver_config,
-            secret=secret,
-            device=section.engine.device,
-            dtype=section.engine.dtype,
-            max_batch_size=section.engine.max_batch_size,
-            max_num_tokens=section.engine.max_num_tokens,
-            max_seq_len=section.engine.max_seq_len,
-            enable_chunked_prefill=section.engine.enable_chunked_prefill,
-            reachable_from=reachable_from,
-        )
+    def _create(self, spec: WorkerSpec, bundle: int) -> WorkerHandle:
         resources = self._resources()
-        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
         actor = (
-            ray.remote(_WORKER_CLASS[worker.role])
+            ray.remote(WORKER_CLASS[spec.role])
             .options(
                 num_cpus=resources["CPU"],
                 num_gpus=resources.get("GPU", 0),
                 max_restarts=-1,
                 max_concurrency=4096,
-                scheduling_strategy=strategy,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle),
             )
             .remote(spec)
         )
-        return WorkerHandle(worker.worker_id, worker.role, RayChannel(actor))
+        return WorkerHandle(spec.worker_id, spec.role, RayChannel(actor))
 
     def _remove_group(self) -> None:
         if self._group is not None:
             remove_placement_group(self._group)
             self._group = None
-
-
-def _cluster_secret() -> bytes:
-    """The secret of this cluster: KVFERRY_CLUSTER_SECRET when set, else a new random one."""
-    given = os.environ.get("KVFERRY_CLUSTER_SECRET")
-    return given.encode() if given else secrets.token_bytes(32)

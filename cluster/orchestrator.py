@@ -179,9 +179,7 @@ class Orchestrator:
             raise
         prompt_tokens = len(request.prompt_ids)
         cached = min(prefill.cached_tokens, prompt_tokens)
-        stream.note(
-            ctx_cached_tokens=cached, recomputed_tokens=prompt_tokens - cached, ctx_worker=context.worker_id
-        )
+        stream.note(ctx_cached_tokens=cached, recomputed_tokens=prompt_tokens - cached, ctx_worker=context.worker_id)
         self.counters.disaggregated += 1
         stream.emit((prefill.token_id,))
         if prefill.ticket is None:
@@ -315,8 +313,8 @@ class Orchestrator:
             )
         if prompt_tokens >= capacity:
             raise PromptTooLongError(
-                f"the prompt has {prompt_tokens} tokens, but the KV pool can hold only {capacity}: shorten the prompt or "
-                "raise kv_cache_config.max_tokens",
+                f"the prompt has {prompt_tokens} tokens, but the KV pool can hold only {capacity}: shorten the prompt "
+                "or raise kv_cache_config.max_tokens",
                 param="prompt",
             )
         room = min(max_seq_len, capacity) - prompt_tokens

@@ -22,9 +22,9 @@ from cluster.controller import Controller
 from cluster.engine import describe_model, load_tokenizer
 from cluster.errors import ClusterError, StartupError
 from cluster.frontend import create_app
+from cluster.local_cluster import make_orchestrator
 from cluster.metrics import metrics_text
-from cluster.orchestrator import Orchestrator, OrchestratorSettings
-from cluster.routing import make_router
+from cluster.orchestrator import Orchestrator
 
 __all__ = ["RunningCluster", "run_server", "running_cluster"]
 
@@ -53,27 +53,27 @@ def run_server(config: ClusterConfig, *, aggregated: bool = False, address: str 
 
 
 async def _serve_until_signalled(config: ClusterConfig, *, aggregated: bool, address: str | None) -> int:
-    stopping = asyncio.Event()
+    stopping, started = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopping.set)
-    serving = asyncio.create_task(_serve(config, stopping, aggregated=aggregated, address=address))
-    stopped = asyncio.create_task(stopping.wait())
+
+    async def serve() -> None:
+        async with running_cluster(config, aggregated=aggregated, address=address, progress=_say) as cluster:
+            started.set()
+            _say(f"ready: {config.model} at {cluster.base_url}/v1  (Ctrl-C stops)")
+            await stopping.wait()
+
+    serving, stopped = asyncio.create_task(serve()), asyncio.create_task(stopping.wait())
     await asyncio.wait({serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
-    if not serving.done():
-        _say("stopping")
-        await asyncio.wait({serving}, timeout=0.1)
-        serving.cancel()
     stopped.cancel()
+    if stopping.is_set():
+        _say("stopping")
+        if not started.is_set():
+            serving.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await serving
     return 0
-
-
-async def _serve(config: ClusterConfig, stopping: asyncio.Event, *, aggregated: bool, address: str | None) -> None:
-    async with running_cluster(config, aggregated=aggregated, address=address, progress=_say) as cluster:
-        _say(f"ready: {config.model} at {cluster.base_url}/v1  (Ctrl-C stops)")
-        await stopping.wait()
 
 
 @contextlib.asynccontextmanager
@@ -103,16 +103,7 @@ async def running_cluster(
         stack.push_async_callback(asyncio.to_thread, controller.close)
         await asyncio.to_thread(controller.connect)
         fleet = await asyncio.to_thread(controller.create_fleet)
-        orchestrator = Orchestrator(
-            fleet,
-            make_router(config.context_servers.router, tokens_per_block=config.kv_cache_config.tokens_per_block),
-            make_router(config.generation_servers.router, tokens_per_block=config.kv_cache_config.tokens_per_block),
-            OrchestratorSettings(
-                max_queued_requests=config.server.max_queued_requests,
-                max_retries=config.max_retries,
-                max_local_prefill_length=config.conditional_disagg_config.max_local_prefill_length,
-            ),
-        )
+        orchestrator = make_orchestrator(config, fleet)
         stack.push_async_callback(orchestrator.close)
         app = create_app(
             orchestrator,

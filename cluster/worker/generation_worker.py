@@ -20,6 +20,7 @@ from transceiver import GrantTicket, Pull, TransferStatus
 
 __all__ = ["GenerationWorker"]
 
+
 class GenerationWorker(BaseWorker):
     """Decodes. Without a ticket it computes the prompt itself: that is the aggregated mode and the local fall-back."""
 
@@ -99,9 +100,7 @@ class GenerationWorker(BaseWorker):
     def _register_pull(self, request_id: str, pull: Pull) -> None:
         self._pulls[request_id] = pull
 
-    async def _open_cache(
-        self, request: EngineRequest, known: NDArray[np.int32], timeout_s: float
-    ) -> SequenceCache:
+    async def _open_cache(self, request: EngineRequest, known: NDArray[np.int32], timeout_s: float) -> SequenceCache:
         """A cache with room for all KV to come. Requests wait in order of arrival while pages are short."""
         deadline = time.monotonic() + timeout_s
         async with self._admission_turn:

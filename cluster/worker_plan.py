@@ -1,0 +1,69 @@
+"""Which workers a configuration asks for, as the specs to build them from. Pure: starts nothing."""
+
+from __future__ import annotations
+
+import os
+import secrets
+
+from cluster.config import ClusterConfig, ServerSectionConfig
+from cluster.orchestrator import OrchestratorSettings
+from cluster.worker import ContextWorker, GenerationWorker, WorkerRole, WorkerSpec
+
+__all__ = ["WORKER_CLASS", "cluster_secret", "orchestrator_settings", "plan_workers"]
+
+WORKER_CLASS: dict[WorkerRole, type[ContextWorker] | type[GenerationWorker]] = {
+    WorkerRole.CONTEXT: ContextWorker,
+    WorkerRole.GENERATION: GenerationWorker,
+    WorkerRole.AGGREGATED: GenerationWorker,
+}
+
+
+def plan_workers(
+    config: ClusterConfig, *, aggregated: bool, secret: bytes, reachable_from: str = "127.0.0.1"
+) -> list[WorkerSpec]:
+    """A spec for every worker. Aggregated: only the generation section's workers, which then do both halves."""
+    if aggregated:
+        sections = [(WorkerRole.AGGREGATED, config.generation_servers)]
+    else:
+        sections = [(WorkerRole.CONTEXT, config.context_servers), (WorkerRole.GENERATION, config.generation_servers)]
+    return [
+        _spec(config, role, section, index, secret, reachable_from)
+        for role, section in sections
+        for index in range(section.num_instances)
+    ]
+
+
+def _spec(
+    config: ClusterConfig, role: WorkerRole, section: ServerSectionConfig, index: int, secret: bytes, peer: str
+) -> WorkerSpec:
+    engine = section.engine
+    return WorkerSpec(
+        worker_id=f"{role}-{index}",
+        role=role,
+        model=config.model,
+        kv_cache=section.kv_cache_config,
+        transceiver=section.cache_transceiver_config,
+        secret=secret,
+        device=engine.device,
+        dtype=engine.dtype,
+        max_batch_size=engine.max_batch_size,
+        max_num_tokens=engine.max_num_tokens,
+        max_seq_len=engine.max_seq_len,
+        enable_chunked_prefill=engine.enable_chunked_prefill,
+        reachable_from=peer,
+    )
+
+
+def orchestrator_settings(config: ClusterConfig) -> OrchestratorSettings:
+    """The orchestrator's limits."""
+    return OrchestratorSettings(
+        max_queued_requests=config.server.max_queued_requests,
+        max_retries=config.max_retries,
+        max_local_prefill_length=config.conditional_disagg_config.max_local_prefill_length,
+    )
+
+
+def cluster_secret() -> bytes:
+    """The secret that the workers of one cluster share: KVFERRY_CLUSTER_SECRET when set, else a new random one."""
+    given = os.environ.get("KVFERRY_CLUSTER_SECRET")
+    return given.encode() if given else secrets.token_bytes(32)
