@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cluster.cli.options import ConfigOption, SetOption
+from cluster.cli.options import ConfigOption, SetOption, require_sound
 
 __all__ = ["demo"]
 
@@ -29,9 +29,10 @@ def demo(
 
     from rich.console import Console
 
-    from cluster.demo import DemoOptions, run_demo
+    from cluster.demo import DemoOptions, demo_config, run_demo
 
     options = DemoOptions(config, tuple(set_ or ()), policy, max_num_turns, max_tokens, json_file)
+    require_sound(demo_config(options, os.environ))
     report = asyncio.run(run_demo(options, os.environ, Console()))
     if report.failures:
         raise typer.Exit(1)

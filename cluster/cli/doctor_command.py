@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from cluster.cli.options import ConfigOption, SetOption, load_and_warn
+from cluster.cli.options import ConfigOption, SetOption, load
 
 __all__ = ["doctor"]
 
@@ -21,7 +21,7 @@ def doctor(
 
     from cluster.doctor import Verdict, examine
 
-    loaded = load_and_warn(config, set_ or ())
+    loaded = load(config, set_ or ())
     findings = []
     for finding in examine(loaded):
         findings.append(finding)

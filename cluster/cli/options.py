@@ -1,4 +1,4 @@
-"""Command-line options that several commands share, and the loading of the configuration they name.
+"""Command-line options that several commands share, and the loading and checking of the configuration they name.
 
 Used by the command files. Imports the configuration only when a command runs.
 """
@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from cluster.config import ClusterConfig
+    from cluster.config import ClusterConfig, ModelLimits
 
-__all__ = ["ConfigOption", "SetOption", "load_and_warn", "setting"]
+__all__ = ["ConfigOption", "SetOption", "load", "require_sound", "setting"]
 
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", "-c", help="The cluster's YAML file. Without it the defaults hold.")
@@ -33,11 +33,44 @@ def setting(path: str, value: object) -> str:
     return f"{path}={json.dumps(value)}"
 
 
-def load_and_warn(config: Path | None, sets: Sequence[str]) -> ClusterConfig:
-    """The merged configuration; its warnings go to stderr. Raises ConfigError."""
-    from cluster.config import config_warnings, load_config
+def load(config: Path | None, sets: Sequence[str]) -> ClusterConfig:
+    """The merged configuration, with this process's environment. Raises ConfigError."""
+    from cluster.config import load_config
 
-    loaded = load_config(config, sets, os.environ)
-    for warning in config_warnings(loaded):
+    return load_config(config, sets, os.environ)
+
+
+def require_sound(config: ClusterConfig, *, skip_model: bool = False) -> None:
+    """Look at the configuration as a whole: its warnings go to stderr, what cannot work raises ConfigError.
+
+    Reads the model's header unless `skip_model`; loads no weights.
+    """
+    from cluster.config import ConfigError, ConfigProblem, check_cluster, config_warnings
+
+    problems: list[ConfigProblem] = []
+    limits: ModelLimits | None = None
+    if not skip_model:
+        from cluster.engine.errors import EngineError
+
+        try:
+            limits = _limits_of(config)
+        except EngineError as error:
+            problems.append(ConfigProblem("model", str(error)))
+    for warning in config_warnings(config, limits):
         print(f"kvferry: warning: {warning}", file=sys.stderr)
-    return loaded
+    problems += check_cluster(config, limits)
+    if problems:
+        raise ConfigError(problems)
+
+
+def _limits_of(config: ClusterConfig) -> ModelLimits:
+    from cluster.config import ModelLimits
+    from cluster.engine import describe_model
+
+    model = describe_model(config.model, config.context_servers.kv_cache_config.tokens_per_block)
+    groups = model.layout.groups
+    return ModelLimits(
+        max_position=model.max_position,
+        num_kv_heads=tuple(group.num_kv_heads for group in groups if group.num_kv_heads),
+        num_layers=sum(len(group.layers) for group in groups),
+    )

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from cluster.cli.options import ConfigOption, SetOption, load_and_warn, setting
+from cluster.cli.options import ConfigOption, SetOption, load, require_sound, setting
 
 __all__ = ["serve"]
 
@@ -30,11 +30,8 @@ def serve(
     """
     flags = (("model", model), ("server.host", host), ("server.port", port))
     sets = [*(set_ or ()), *(setting(path, value) for path, value in flags if value is not None)]
-    loaded = load_and_warn(config, sets)
-
-    from cluster.cli.check_command import refuse_bad_combinations
-
-    refuse_bad_combinations(loaded)
+    loaded = load(config, sets)
+    require_sound(loaded)
 
     from cluster.serve import run_server
 

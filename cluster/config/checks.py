@@ -31,7 +31,7 @@ class ModelLimits:
 
 def check_cluster(config: ClusterConfig, limits: ModelLimits | None = None) -> list[ConfigProblem]:
     """Everything that keeps this cluster from working; empty when nothing does."""
-    by_role = {role: _check_role(getattr(config, role), config.model, limits) for role in ROLE_SECTIONS}
+    by_role = {role: _check_role(getattr(config, role), limits) for role in ROLE_SECTIONS}
     problems = [ConfigProblem(path, message, remedy) for path, message, remedy in _once(by_role)]
     problems += _check_pair(config)
     keys = config.server.api_keys_file
@@ -58,7 +58,7 @@ def _once(by_role: dict[str, list[_Finding]]) -> list[_Finding]:
     return shared + own
 
 
-def _check_role(section: ServerSectionConfig, model: str, limits: ModelLimits | None) -> list[_Finding]:
+def _check_role(section: ServerSectionConfig, limits: ModelLimits | None) -> list[_Finding]:
     engine, cache = section.engine, section.kv_cache_config
     found: list[_Finding] = []
 
@@ -104,12 +104,6 @@ def _check_role(section: ServerSectionConfig, model: str, limits: ModelLimits | 
     for name, size in (("tensor_parallel_size", tensor), ("pipeline_parallel_size", pipeline)):
         if size > 1:
             refuse(name, f"the engine runs a model on one rank, not on {size}", "write 1; use num_instances for more")
-    if limits is not None and "max_seq_len" in engine.model_fields_set and engine.max_seq_len > limits.max_position:
-        refuse(
-            "engine.max_seq_len",
-            f"the model {model} ends at {limits.max_position} tokens, not {engine.max_seq_len}",
-            f"write at most {limits.max_position}, or leave the key out",
-        )
     return found
 
 
@@ -139,9 +133,9 @@ def _check_pair(config: ClusterConfig) -> list[ConfigProblem]:
     return found
 
 
-def config_warnings(config: ClusterConfig) -> list[str]:
+def config_warnings(config: ClusterConfig, limits: ModelLimits | None = None) -> list[str]:
     """What is allowed but will not do what it seems to; one sentence each, the path first."""
-    by_role = {role: _role_warnings(getattr(config, role)) for role in ROLE_SECTIONS}
+    by_role = {role: _role_warnings(getattr(config, role), limits) for role in ROLE_SECTIONS}
     found = [f"{path}: {message}" for path, message, _ in _once(by_role)]
     context, generation = config.context_servers, config.generation_servers
     if context.engine.max_seq_len != generation.engine.max_seq_len:
@@ -157,8 +151,12 @@ def config_warnings(config: ClusterConfig) -> list[str]:
     return found
 
 
-def _role_warnings(section: ServerSectionConfig) -> list[_Finding]:
+def _role_warnings(section: ServerSectionConfig, limits: ModelLimits | None) -> list[_Finding]:
     found: list[_Finding] = []
+    engine = section.engine
+    if limits is not None and "max_seq_len" in engine.model_fields_set and engine.max_seq_len > limits.max_position:
+        message = f"the model ends at {limits.max_position} tokens, which holds instead of {engine.max_seq_len}"
+        found.append(("engine.max_seq_len", message, ""))
     reuse = section.kv_cache_config.block_reuse_config
     if "max_num_turns" in reuse.model_fields_set and reuse.policy != ReusePolicy.PER_CONVERSATION:
         message = f"{reuse.max_num_turns} has no effect with policy {reuse.policy.value}, only with per_conversation"

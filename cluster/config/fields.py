@@ -20,13 +20,14 @@ __all__ = ["ConfigField", "allowed_values", "model_at", "walk_fields"]
 
 @dataclass(frozen=True, slots=True)
 class ConfigField:
-    """One leaf (or section) of the tree. `default` is JSON-like; `is_section` marks a nested model."""
+    """One leaf (or section) of the tree. `default` is JSON-like, of no meaning when `is_required` or for a section."""
 
     path: str
     type: str
     default: Any
     description: str
     is_section: bool
+    is_required: bool = False
 
 
 def walk_fields(model: type[BaseModel], prefix: str = "") -> Iterator[ConfigField]:
@@ -39,7 +40,7 @@ def walk_fields(model: type[BaseModel], prefix: str = "") -> Iterator[ConfigFiel
             yield ConfigField(path, "section", None, description, True)
             yield from walk_fields(inner, path)
         else:
-            yield ConfigField(path, _type_text(info), _plain_default(info), description, False)
+            yield ConfigField(path, _type_text(info), _plain_default(info), description, False, info.is_required())
 
 
 def model_at(model: type[BaseModel], keys: tuple[str | int, ...]) -> type[BaseModel] | None:
@@ -75,6 +76,8 @@ def _submodel(annotation: Any) -> type[BaseModel] | None:
 
 
 def _plain_default(info: FieldInfo) -> Any:
+    if info.is_required():
+        return None
     value = info.get_default(call_default_factory=True, validated_data={})
     if isinstance(value, Enum):
         return value.value

@@ -41,15 +41,19 @@ class Overrides:
         self.sources[path] = source
 
     def where(self, path: str) -> str:
-        """The source of the value at `path` when this layer gives it, by itself or inside a mapping; else ""."""
+        """The source of the value at `path` when this layer gives it: by itself, inside a mapping, or as a mapping grown
+        from single keys; else "".
+        """
         value: Any = self.values
         for key in path.split("."):
             if not isinstance(value, Mapping) or key not in value:
                 return ""
             value = value[key]
-        while path and path not in self.sources:
-            path = path.rpartition(".")[0]
-        return self.sources.get(path, "")
+        probe = path
+        while probe and probe not in self.sources:
+            probe = probe.rpartition(".")[0]
+        inside = (source for other, source in self.sources.items() if other.startswith(f"{path}."))
+        return self.sources.get(probe) or next(inside, "")
 
 
 def from_sets(sets: Iterable[str]) -> Overrides:

@@ -20,6 +20,10 @@ __all__ = ["YamlSource", "read_yaml", "scalar_from_text"]
 _MAX_BYTES = 1 << 20
 _MAX_NODES = 20_000
 _MAX_DEPTH = 32
+_TAGS: dict[type[yaml.Node], tuple[str, ...]] = {
+    yaml.MappingNode: ("tag:yaml.org,2002:map",),
+    yaml.SequenceNode: ("tag:yaml.org,2002:seq",),
+}
 
 
 @dataclass(slots=True)
@@ -73,6 +77,8 @@ class _Reader:
         self._nodes += 1
         if self._nodes > _MAX_NODES or depth > _MAX_DEPTH:
             raise _TooLarge
+        if node.tag not in _TAGS.get(type(node), (node.tag,)):
+            raise yaml.constructor.ConstructorError(None, None, f"the tag {node.tag!r} is not allowed", node.start_mark)
         if isinstance(node, yaml.MappingNode):
             return self._mapping(node, path, depth)
         if isinstance(node, yaml.SequenceNode):

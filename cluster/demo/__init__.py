@@ -5,7 +5,7 @@ from __future__ import annotations
 from cluster.demo.conversation import ConversationResult, TurnResult, hold_conversation
 from cluster.demo.errors import DemoError
 from cluster.demo.expectations import broken_expectations
-from cluster.demo.run import DemoOptions, DemoReport, run_demo
+from cluster.demo.run import DemoOptions, DemoReport, demo_config, run_demo
 from cluster.demo.script import DEMO_SCRIPT, DemoScript, DemoTurn
 from cluster.demo.turn_row import TurnRow
 
@@ -20,6 +20,7 @@ __all__ = [
     "TurnResult",
     "TurnRow",
     "broken_expectations",
+    "demo_config",
     "hold_conversation",
     "run_demo",
 ]

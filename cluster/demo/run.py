@@ -145,7 +145,8 @@ async def _converse(
         row = result.row
         console.print(
             f"  assistant: {row.text.strip()}\n"
-            f"  {row.prompt_tokens} prompt tokens, {row.recomputed_tokens} computed, {row.ctx_to_gen_blocks} blocks sent",
+            f"  {row.prompt_tokens} prompt tokens, {row.recomputed_tokens} computed, "
+            f"{row.ctx_to_gen_blocks} blocks sent",
             markup=False,
             highlight=False,
         )
