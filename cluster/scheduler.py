@@ -192,7 +192,8 @@ class Scheduler:
                 if not tokens:
                     return None
                 sequence.cache.resize(sequence.cache.num_computed_tokens + tokens)
-                return tokens
+                sequence.note_reuse()
+                return min(tokens, sequence.num_uncomputed)
             except NeverFitsError as error:
                 self._finish(sequence, FinishReason.ERROR, str(error), never_fits=True)
                 return 0
@@ -225,9 +226,7 @@ class Scheduler:
             assert sequence.stop_requested is not None
             self._finish(sequence, sequence.stop_requested, None)
 
-    def _finish(
-        self, sequence: Sequence, reason: FinishReason, error: str | None, *, never_fits: bool = False
-    ) -> None:
+    def _finish(self, sequence: Sequence, reason: FinishReason, error: str | None, *, never_fits: bool = False) -> None:
         if reason in (FinishReason.CANCELLED, FinishReason.ERROR):
             sequence.close_cache()
         self._events.append(SequenceEvent(sequence, (), reason, error, never_fits))

@@ -95,7 +95,10 @@ class Sequence:
             scope=ReuseScope(cache_salt=self.request.cache_salt),
             conversation_id=self.request.conversation_id,
         )
-        if self.num_reused_tokens is None:
+
+    def note_reuse(self) -> None:
+        """Remember how much was found in the cache when the sequence was first admitted."""
+        if self.num_reused_tokens is None and self.cache is not None:
             self.num_reused_tokens = self.cache.num_reused_tokens
 
     def close_cache(self) -> None:

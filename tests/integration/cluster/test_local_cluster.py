@@ -68,7 +68,7 @@ async def ask(
 async def books_balance(orchestrator: Orchestrator) -> None:
     """No page leaked: integrity holds everywhere and nothing is held once all is quiet."""
     async with asyncio.timeout(10):
-        while any(s.open_grants or s.cache.pinned_pages or s.cache.held_pages for s in await orchestrator.stats()):
+        while any(s.open_grants or s.cache.open_sequences or s.cache.peer_pins for s in await orchestrator.stats()):
             await asyncio.sleep(0.01)
     for handle in orchestrator.fleet.handles:
         await handle.check_integrity()

@@ -1,0 +1,127 @@
+"""Whatever is batched, chunked, preempted, cancelled or reused: every finished answer is the one computed alone."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.engine import HashRunner
+from cluster.request import EngineRequest, FinishReason, SamplingParams
+from cluster.scheduler import Scheduler
+from cluster.sequence import Sequence
+from kvcache import BlockReuseConfig, BytesPageStorage, KvCacheConfig, KvCacheManager, ReusePolicy
+
+BLOCK = 4
+
+
+class Engine:
+    """A scheduler over a hash model and a pool of `pages`."""
+
+    def __init__(self, pages: int, policy: ReusePolicy, *, reuse: bool = True, **limits: object) -> None:
+        config = KvCacheConfig(
+            tokens_per_block=BLOCK, enable_block_reuse=reuse, block_reuse_config=BlockReuseConfig(policy=policy)
+        )
+        self.runner = HashRunner(BLOCK, max_position=256)
+        self.storage = BytesPageStorage(self.runner.layout, (pages,))
+        self.runner.bind(self.storage)
+        self.manager = KvCacheManager(self.runner.layout, config, self.storage)
+        self.scheduler = Scheduler(self.manager, **{"max_batch_size": 4, "max_num_tokens": 8, **limits})
+
+    def sequence(self, name: str, prompt: np.ndarray, max_tokens: int, conversation: str | None = None) -> Sequence:
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        request = EngineRequest(name, prompt, sampling, conversation)
+        return Sequence(request, eos_token_ids=self.runner.eos_token_ids, max_position=256)
+
+    def step(self) -> list[tuple[str, FinishReason]]:
+        """One step; returns who finished."""
+        step = self.scheduler.schedule()
+        if step is not None:
+            self.scheduler.apply(step, self.runner.execute(step.plan))
+        ended = []
+        for event in self.scheduler.drain_events():
+            if event.finish_reason is not None:
+                if event.sequence.cache is not None:
+                    event.sequence.cache.end_turn()
+                event.sequence.close_cache()
+                ended.append((event.sequence.request_id, event.finish_reason))
+        return ended
+
+
+@lru_cache(maxsize=4096)
+def alone(prompt: bytes, max_tokens: int) -> tuple[int, ...]:
+    engine = Engine(80, ReusePolicy.ALL_REUSABLE, reuse=False, max_num_tokens=256)
+    sequence = engine.sequence("alone", np.frombuffer(prompt, np.int32), max_tokens)
+    engine.scheduler.add(sequence)
+    while engine.scheduler.has_work:
+        engine.step()
+    engine.storage.close()
+    return tuple(int(token) for token in sequence.token_ids(sequence.num_tokens - sequence.num_sampled))
+
+
+prompts = st.tuples(st.integers(1, 40), st.integers(0, 3)).map(
+    # prompts of one family share a prefix; families differ from their second half on
+    lambda shape: np.concatenate(
+        [np.arange(shape[0] // 2), np.full(shape[0] - shape[0] // 2, 100 + shape[1])]
+    ).astype(np.int32)
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    jobs=st.lists(st.tuples(prompts, st.integers(1, 12), st.integers(0, 12)), min_size=1, max_size=8),
+    cancelled=st.sets(st.integers(0, 7), max_size=3),
+    pages=st.integers(14, 30),
+    budget=st.integers(1, 24),
+    batch=st.integers(1, 4),
+    policy=st.sampled_from(list(ReusePolicy)),
+)
+def test_answers_do_not_depend_on_the_company_they_were_computed_in(jobs, cancelled, pages, budget, batch, policy):
+    engine = Engine(pages, policy, max_num_tokens=budget, max_batch_size=batch)
+    pending = [
+        (arrival, engine.sequence(f"s{i}", prompt, max_tokens, f"c{i % 3}"))
+        for i, (prompt, max_tokens, arrival) in enumerate(jobs)
+    ]
+    everything = [sequence for _, sequence in pending]
+    ended: dict[str, FinishReason] = {}
+    for step in range(3000):
+        for arrival, sequence in list(pending):
+            if arrival <= step:
+                engine.scheduler.add(sequence)
+                pending.remove((arrival, sequence))
+        if step == 6:
+            for sequence in engine.scheduler.sequences():
+                if int(sequence.request_id[1:]) in cancelled:
+                    sequence.stop_requested = FinishReason.CANCELLED
+        ended.update(engine.step())
+        engine.manager.check_integrity()
+        if not pending and not engine.scheduler.has_work:
+            break
+    assert set(ended) == {sequence.request_id for sequence in everything}
+    for sequence, (prompt, max_tokens, _) in zip(everything, jobs, strict=True):
+        answer = tuple(int(t) for t in sequence.token_ids(sequence.num_tokens - sequence.num_sampled))
+        expected = alone(prompt.tobytes(), max_tokens)
+        if ended[sequence.request_id] is FinishReason.LENGTH:
+            assert answer == expected
+        else:
+            assert ended[sequence.request_id] is FinishReason.CANCELLED
+            assert answer == expected[: len(answer)]
+    assert engine.manager.stats().open_sequences == 0
+    engine.storage.close()
+
+
+def test_a_sequence_that_outgrows_the_whole_pool_ends_with_an_error_and_the_rest_go_on():
+    engine = Engine(8, ReusePolicy.ALL_REUSABLE)
+    big = engine.sequence("big", np.zeros(20, np.int32), 100)
+    small = engine.sequence("small", np.ones(6, np.int32), 5)
+    engine.scheduler.add(big)
+    engine.scheduler.add(small)
+    ended: dict[str, FinishReason] = {}
+    for _ in range(500):
+        ended.update(engine.step())
+    assert ended == {"big": FinishReason.ERROR, "small": FinishReason.LENGTH}
+    engine.manager.check_integrity()
+    assert engine.manager.stats().open_sequences == 0
+    engine.storage.close()
