@@ -1,0 +1,60 @@
+"""KV cache of one worker: block pools, page-run radix tree, conversations and drop handles, storage.
+
+Model-independent: a `KvLayout` describes a model. Knows no network, no Ray, no text.
+"""
+
+from __future__ import annotations
+
+from kvcache.block_table import BlockTable
+from kvcache.config import BlockReuseConfig, KvCacheConfig, ReusePolicy
+from kvcache.errors import (
+    ClosedSequenceError,
+    CorruptedCacheError,
+    DropHandleUsedError,
+    InvalidSizeError,
+    InvalidTokensError,
+    KvCacheError,
+    NeverFitsError,
+    OutOfPagesError,
+    PinLimitError,
+    TurnEndedError,
+    UnknownLifeCycleError,
+)
+from kvcache.layout import KvLayout, LayerGroup, LifeCycleKind
+from kvcache.manager import KvCacheManager
+from kvcache.page_pin import PagePin
+from kvcache.reuse_scope import ReuseScope
+from kvcache.sequence_cache import SequenceCache
+from kvcache.stats import CacheStats, PoolStats
+from kvcache.storage import BytesPageStorage, MemoryRegion, PageStorage, TorchPageStorage
+
+__all__ = [
+    "BlockReuseConfig",
+    "BlockTable",
+    "BytesPageStorage",
+    "CacheStats",
+    "ClosedSequenceError",
+    "CorruptedCacheError",
+    "DropHandleUsedError",
+    "InvalidSizeError",
+    "InvalidTokensError",
+    "KvCacheConfig",
+    "KvCacheError",
+    "KvCacheManager",
+    "KvLayout",
+    "LayerGroup",
+    "LifeCycleKind",
+    "MemoryRegion",
+    "NeverFitsError",
+    "OutOfPagesError",
+    "PagePin",
+    "PageStorage",
+    "PinLimitError",
+    "PoolStats",
+    "ReusePolicy",
+    "ReuseScope",
+    "SequenceCache",
+    "TorchPageStorage",
+    "TurnEndedError",
+    "UnknownLifeCycleError",
+]

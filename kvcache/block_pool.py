@@ -1,0 +1,110 @@
+"""The pages of one life cycle: a free list on an int32 stack and a few numbers a page, no object a block.
+
+Called by the radix tree and the sequences. It never decides what to evict and never touches page contents.
+A page is free, or in the tree, or held (`refs` > 0), or in the tree and held.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.errors import CorruptedCacheError, OutOfPagesError
+
+__all__ = ["BlockPool"]
+
+Pages = NDArray[np.int32]
+
+
+class BlockPool:
+    """Bookkeeping of `num_pages` pages. `generations` is the storage's array: raised each time a page is given out."""
+
+    def __init__(self, num_pages: int, generations: NDArray[np.uint64]) -> None:
+        self.num_pages = num_pages
+        self.generations = generations
+        self._stack: Pages = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
+        self._top = num_pages
+        self.refs = np.zeros(num_pages, dtype=np.int32)
+        self.in_tree = np.zeros(num_pages, dtype=np.bool_)
+        self.plan_count = np.zeros(num_pages, dtype=np.int32)
+        self.anonymous = np.zeros(num_pages, dtype=np.bool_)
+        self.coverage = np.zeros(num_pages, dtype=np.int32)
+        self.tree_pages = 0
+        self._moved_plans: dict[tuple[int, int], tuple[int, int, int]] = {}
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that can be given out now."""
+        return self._top
+
+    def free_list(self) -> Pages:
+        """The free pages (a view, for checks)."""
+        return self._stack[: self._top]
+
+    def allocate(self, count: int) -> Pages:
+        """Give out `count` pages, held once each, adjacent where possible. Raises OutOfPagesError."""
+        if count > self._top:
+            raise OutOfPagesError(f"{count} pages wanted and {self._top} free: wait for a sequence to close")
+        pages = self._stack[self._top - count : self._top][::-1].copy()
+        self._top -= count
+        self.generations[pages] += np.uint64(1)
+        self.refs[pages] = 1
+        return pages
+
+    def hold(self, pages: Pages) -> None:
+        """Add one holder to each of the (distinct) pages."""
+        self.refs[pages] += 1
+
+    def release(self, pages: Pages) -> None:
+        """Take one holder away from each of the (distinct) pages; a page nobody needs becomes free."""
+        left = self.refs[pages] - 1
+        self.refs[pages] = left
+        if left.size and int(left.min()) < 0:
+            raise CorruptedCacheError("a page was released more often than it was held")
+        self._free(pages[(left == 0) & ~self.in_tree[pages]])
+
+    def enter_tree(self, pages: Pages) -> None:
+        """The tree takes the (distinct) pages over, beside whoever holds them."""
+        self.in_tree[pages] = True
+        self.tree_pages += len(pages)
+
+    def leave_tree(self, pages: Pages, *, keep: bool = False) -> int:
+        """The tree gives the (distinct) pages up, or only for a moment (`keep`). Returns how many became free."""
+        self.in_tree[pages] = False
+        self.tree_pages -= len(pages)
+        if keep:
+            return 0
+        self.plan_count[pages] = 0
+        self.anonymous[pages] = False
+        gone = pages[self.refs[pages] == 0]
+        self._free(gone)
+        return len(gone)
+
+    def move_plans(self, old: int, new: int) -> None:
+        """`new` takes the tree place of `old`: the plans that count on `old` count on `new` from now on."""
+        count = int(self.plan_count[old])
+        if count:
+            self._moved_plans[old, int(self.generations[old])] = (new, int(self.generations[new]), count)
+            self.plan_count[new] += count
+        self.anonymous[new] |= self.anonymous[old]
+
+    def planned_page(self, page: int, generation: int) -> int:
+        """The page that now stands for a planned one (call once a plan), or -1 when it is gone."""
+        while (page, generation) in self._moved_plans:
+            new, new_generation, left = self._moved_plans.pop((page, generation))
+            if left > 1:
+                self._moved_plans[page, generation] = (new, new_generation, left - 1)
+            page, generation = new, new_generation
+        return page if self.in_tree[page] and int(self.generations[page]) == generation else -1
+
+    def planned_page_now(self, page: int, generation: int) -> int:
+        """As `planned_page`, without using the plan up (for checks)."""
+        while (page, generation) in self._moved_plans:
+            page, generation, _ = self._moved_plans[page, generation]
+        return page if self.in_tree[page] and int(self.generations[page]) == generation else -1
+
+    def _free(self, pages: Pages) -> None:
+        count = len(pages)
+        if count:
+            self._stack[self._top : self._top + count] = pages[::-1]
+            self._top += count

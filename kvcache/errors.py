@@ -1,0 +1,64 @@
+"""Errors of the cache manager. Every message says what to change.
+
+Raised by the `kvcache` package only. A call that raises one of these (bar `CorruptedCacheError`) has changed nothing.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ClosedSequenceError",
+    "CorruptedCacheError",
+    "DropHandleUsedError",
+    "InvalidSizeError",
+    "InvalidTokensError",
+    "KvCacheError",
+    "NeverFitsError",
+    "OutOfPagesError",
+    "PinLimitError",
+    "TurnEndedError",
+    "UnknownLifeCycleError",
+]
+
+
+class KvCacheError(Exception):
+    """Base of all errors of this package."""
+
+
+class OutOfPagesError(KvCacheError):
+    """No free page and nothing left to evict: try again when another sequence has closed."""
+
+
+class NeverFitsError(KvCacheError):
+    """More tokens than the pool can hold even when it is empty."""
+
+
+class InvalidTokensError(KvCacheError, ValueError):
+    """Token ids that are not a non-empty one-dimensional int32 sequence of ids >= 0, or that contradict the prompt."""
+
+
+class InvalidSizeError(KvCacheError, ValueError):
+    """A size, range or position out of bounds (negative, zero, beyond capacity)."""
+
+
+class UnknownLifeCycleError(KvCacheError, IndexError):
+    """A layer group that the layout does not have."""
+
+
+class ClosedSequenceError(KvCacheError):
+    """The sequence was closed; create a new one."""
+
+
+class TurnEndedError(KvCacheError):
+    """`end_turn` was already called: nothing can be added to the sequence any more."""
+
+
+class DropHandleUsedError(KvCacheError):
+    """A drop handle is single-use and was dropped already."""
+
+
+class PinLimitError(KvCacheError):
+    """Peers hold as many pins as the configuration allows."""
+
+
+class CorruptedCacheError(KvCacheError):
+    """An invariant is broken. The manager is poisoned and refuses every later call; restart the worker."""

@@ -1,0 +1,331 @@
+"""The cache manager of one worker: pools, tree, conversations and open sequences behind one small interface.
+
+The worker holds one lock around every call (calls are short; none blocks). A broken invariant poisons the manager:
+it then records the reason and refuses every later call. It never imports torch, a network or Ray.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.block_pool import BlockPool
+from kvcache.config import KvCacheConfig, ReusePolicy
+from kvcache.conversation_manager import ConversationManager
+from kvcache.errors import (
+    CorruptedCacheError,
+    InvalidSizeError,
+    InvalidTokensError,
+    KvCacheError,
+    NeverFitsError,
+    OutOfPagesError,
+    PinLimitError,
+    UnknownLifeCycleError,
+)
+from kvcache.eviction.lru_order import LruOrder
+from kvcache.integrity import find_fault
+from kvcache.layout import KvLayout
+from kvcache.page_pin import PagePin
+from kvcache.radix_match import Match, TreeShape
+from kvcache.radix_node import Anchor, Tokens
+from kvcache.radix_tree import RadixTree
+from kvcache.reuse_scope import ReuseScope
+from kvcache.sequence_cache import SequenceCache
+from kvcache.stats import CacheCounters, CacheStats, PoolStats
+from kvcache.storage.page_storage import PageStorage
+
+__all__ = ["KvCacheManager"]
+
+_NO_SCOPE = ReuseScope()
+
+
+class KvCacheManager:
+    """See the module. `storage` must have been made for `layout`; the pools have the storage's sizes."""
+
+    def __init__(
+        self,
+        layout: KvLayout,
+        config: KvCacheConfig,
+        storage: PageStorage,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if storage.layout != layout:
+            raise InvalidSizeError("the storage was made for another layout than the manager's")
+        if config.tokens_per_block != layout.tokens_per_block:
+            raise InvalidSizeError(
+                f"tokens_per_block is {config.tokens_per_block} in the configuration and {layout.tokens_per_block} in "
+                "the layout: make them equal"
+            )
+        self.layout = layout
+        self.config = config
+        self.storage = storage
+        self.policy = config.block_reuse_config.policy
+        groups = range(len(layout.groups))
+        self.pools = [BlockPool(storage.num_pages(group), storage.generations(group)) for group in groups]
+        self.tree = RadixTree(TreeShape.of(layout.tokens_per_block, layout.groups), self.pools, LruOrder())
+        self.counters = CacheCounters()
+        self.poison_reason: str | None = None
+        self.ledger: ConversationManager | None = None
+        if config.enable_block_reuse and self.policy is ReusePolicy.PER_CONVERSATION:
+            self.ledger = ConversationManager(
+                config.block_reuse_config.max_num_turns,
+                config.max_tracked_conversations,
+                config.conversation_idle_timeout_s,
+                clock,
+            )
+        self._sequences: dict[int, SequenceCache] = {}
+        self._pins: set[PagePin] = set()
+        self._scopes: dict[ReuseScope, bytes] = {_NO_SCOPE: _NO_SCOPE.digest()}
+
+    # requests
+
+    def probe_reuse(self, tokens: Tokens, scope: ReuseScope = _NO_SCOPE) -> int:
+        """How many leading tokens `create` would reuse now. No side effects."""
+        self._require_sound()
+        match = self._match(self.checked_tokens(tokens), self._digest(scope))
+        return 0 if match is None else match.num_tokens
+
+    def create(
+        self,
+        request_id: str,
+        tokens: Tokens,
+        *,
+        scope: ReuseScope = _NO_SCOPE,
+        conversation_id: str | None = None,
+    ) -> SequenceCache:
+        """Open a request's cache and hold the pages of the longest reusable prefix of ``tokens[:-1]``.
+
+        tokens   int32 (n,), n >= 1, kept without a copy: the caller must not change it. Allocates no page.
+        """
+        with self.guard():
+            checked = self.checked_tokens(tokens)
+            conversation = None
+            if self.ledger is not None:
+                self.ledger.expire_idle()
+                if conversation_id:
+                    conversation = self.ledger.prepare(conversation_id, request_id)
+            digest = self._digest(scope)
+            match = self._match(checked, digest)
+            sequence = SequenceCache(self, request_id, checked, digest, match, conversation, conversation_id)
+            self._sequences[id(sequence)] = sequence
+            self._count(sequence)
+            return sequence
+
+    def end_conversation(self, conversation_id: str) -> bool:
+        """Drop the conversation's retained turns and forget it. False for an unknown id."""
+        with self.guard():
+            return self.ledger is not None and self.ledger.end(conversation_id)
+
+    def expire_idle(self) -> int:
+        """End conversations idle for longer than the configured time-out. Returns how many. `create` does it too."""
+        with self.guard():
+            return 0 if self.ledger is None else self.ledger.expire_idle()
+
+    def clear(self) -> None:
+        """Forget all cached blocks and conversations; open sequences and pins keep their pages."""
+        with self.guard():
+            if self.ledger is not None:
+                self.ledger.clear()
+            for sequence in self._sequences.values():
+                sequence.own_everything()
+            while True:
+                leaves = [n for n in self.tree.nodes() if n.parent is not None and not n.children]
+                spare = [(node, self.tree.spare_blocks(node)) for node in leaves]
+                if not any(blocks for _, blocks in spare):
+                    return
+                for node, blocks in spare:
+                    self.tree.truncate(node, node.num_blocks(self.layout.tokens_per_block) - blocks)
+                    if node.alive:
+                        self.tree.order.offer(node)
+
+    # checks and numbers
+
+    def check_integrity(self) -> None:
+        """Recount everything. Raises CorruptedCacheError, and poisons the manager, at the first broken invariant."""
+        self._require_sound()
+        fault = find_fault(self)
+        if fault is not None:
+            self.poison_reason = fault
+            raise CorruptedCacheError(f"{fault}: restart the worker")
+
+    def stats(self) -> CacheStats:
+        """Numbers of the moment; works on a poisoned manager too."""
+        counters, ledger = self.counters, self.ledger
+        pools = tuple(
+            PoolStats(
+                group,
+                self.layout.groups[group].kind.value,
+                pool.num_pages,
+                pool.free_pages,
+                int(np.count_nonzero((pool.refs > 0) & ~pool.in_tree)),
+                pool.tree_pages,
+                self.layout.page_bytes(group),
+            )
+            for group, pool in enumerate(self.pools)
+        )
+        return CacheStats(
+            pools=pools,
+            open_sequences=len(self._sequences),
+            requests=counters.requests,
+            prompt_tokens=counters.prompt_tokens,
+            reused_tokens=counters.reused_tokens,
+            reused_full_blocks=counters.reused_full_blocks,
+            reused_partial_blocks=counters.reused_partial_blocks,
+            missed_blocks=counters.missed_blocks,
+            evicted_blocks=self.tree.evicted_blocks,
+            superseded_blocks=self.tree.superseded_blocks,
+            tracked_conversations=0 if ledger is None else len(ledger),
+            retained_turns=0 if ledger is None else ledger.retained_turns,
+            peer_pins=len(self._pins),
+            pinned_pages=sum(pin.num_pages for pin in self._pins),
+            poison_reason=self.poison_reason,
+        )
+
+    # for the sequences and pins of this package
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """Refuse on a poisoned manager; anything but a named error inside poisons it."""
+        self._require_sound()
+        try:
+            yield
+        except CorruptedCacheError as error:
+            self.poison_reason = str(error)
+            raise
+        except KvCacheError:
+            raise
+        except Exception as error:
+            self.poison_reason = f"{type(error).__name__}: {error}"
+            raise CorruptedCacheError(f"the cache manager failed half-way ({self.poison_reason})") from error
+
+    def checked_tokens(self, tokens: Tokens, *, allow_empty: bool = False) -> Tokens:
+        """`tokens` as a contiguous int32 array. Raises InvalidTokensError."""
+        array = np.asarray(tokens)
+        if array.ndim != 1 or (len(array) == 0 and not allow_empty):
+            raise InvalidTokensError("give token ids as a non-empty one-dimensional array")
+        if array.dtype != np.int32:
+            if len(array) and array.dtype.kind not in "iu":
+                raise InvalidTokensError(f"token ids are integers, not {array.dtype}")
+            if len(array) and (int(array.min()) < 0 or int(array.max()) >= 2**31):
+                raise InvalidTokensError("token ids lie in 0 .. 2^31 - 1")
+            array = array.astype(np.int32)
+        elif len(array) and int(array.min()) < 0:
+            raise InvalidTokensError("token ids lie in 0 .. 2^31 - 1")
+        return np.ascontiguousarray(array)
+
+    def check_group(self, group: int) -> int:
+        """Raises UnknownLifeCycleError for a group that the layout does not have."""
+        if not 0 <= group < len(self.pools):
+            raise UnknownLifeCycleError(f"no life cycle {group}: the layout has {len(self.pools)}")
+        return group
+
+    def check_fits(self, num_tokens: int, blocks: int, per_row: list[int]) -> None:
+        """Raises NeverFitsError when even an empty pool could not hold the request."""
+        shape = self.tree.shape
+        for row, group in enumerate(shape.attention):
+            need = blocks if row in shape.full_rows else per_row[row]
+            if need > self.pools[group].num_pages:
+                raise NeverFitsError(
+                    f"{num_tokens} tokens need {need} pages of life cycle {group} and the pool has "
+                    f"{self.pools[group].num_pages}: shorten the request or raise kv_cache_config.max_tokens"
+                )
+
+    def reserve(self, need: dict[int, int]) -> None:
+        """See to it that every group has `need` free pages, by evicting exactly what lacks. All or nothing.
+        Raises OutOfPagesError without having evicted anything.
+        """
+        for group, count in need.items():
+            lack = count - self.pools[group].free_pages
+            if lack > 0 and self.tree.evictable_pages(group) < lack:
+                raise OutOfPagesError(
+                    f"life cycle {group}: {count} pages wanted, {self.pools[group].free_pages} free and too few "
+                    "evictable: try again when another sequence has closed"
+                )
+        for group, count in need.items():
+            lack = count - self.pools[group].free_pages
+            if lack > 0 and self.tree.evict(group, lack) < lack:
+                raise OutOfPagesError(f"life cycle {group}: eviction freed too little, try again later")
+
+    def try_reserve(self, need: dict[int, int]) -> bool:
+        """`reserve` that says no instead of raising."""
+        try:
+            self.reserve(need)
+        except OutOfPagesError:
+            return False
+        return True
+
+    def require_ledger(self) -> ConversationManager:
+        """The ledger of a manager whose policy has one."""
+        if self.ledger is None:
+            raise CorruptedCacheError("a sequence belongs to a conversation and the manager has no ledger")
+        return self.ledger
+
+    def pin(self, sequence: SequenceCache) -> PagePin:
+        """Hold a sequence's pages for a peer. Raises PinLimitError."""
+        if len(self._pins) >= self.config.max_peer_pins:
+            raise PinLimitError(f"peers hold {len(self._pins)} pins: wait, or raise kv_cache_config.max_peer_pins")
+        held = sequence.held_pages()
+        pages = tuple(held[group].copy() for group in range(len(self.pools)))
+        for pool, group_pages in zip(self.pools, pages, strict=True):
+            pool.hold(group_pages)
+        lock = None
+        if sequence.lock is not None:
+            lock = self.tree.lock(sequence.lock.node, sequence.lock.offset)
+        pin = PagePin(self, lock, pages, sequence.blocks)
+        self._pins.add(pin)
+        return pin
+
+    def unpin(self, pin: PagePin, lock: Anchor | None) -> None:
+        """A pin was released."""
+        with self.guard():
+            self._pins.discard(pin)
+            for pool, pages in zip(self.pools, pin.pages, strict=True):
+                pool.release(pages)
+            if lock is not None:
+                self.tree.unlock(lock)
+
+    def forget(self, sequence: SequenceCache) -> None:
+        """A sequence was closed."""
+        del self._sequences[id(sequence)]
+        if sequence.conversation is not None and self.ledger is not None:
+            self.ledger.finish(sequence.conversation, sequence.request_id)
+
+    def holders(self, group: int) -> Iterator[NDArray[np.int32]]:
+        """Page lists of everyone who holds pages of `group` one by one (for the integrity check)."""
+        for sequence in self._sequences.values():
+            yield sequence.held_pages()[group]
+            yield sequence.source_pages(group)
+        for pin in self._pins:
+            yield pin.pages[group]
+
+    def _digest(self, scope: ReuseScope) -> bytes:
+        digest = self._scopes.get(scope)
+        if digest is None:
+            if len(self._scopes) > 4096:
+                self._scopes.clear()
+            digest = self._scopes[scope] = scope.digest()
+        return digest
+
+    def _match(self, tokens: Tokens, scope: bytes) -> Match | None:
+        if not self.config.enable_block_reuse or len(tokens) < 2:
+            return None
+        return self.tree.match(scope, tokens[:-1], self.config.enable_partial_reuse)
+
+    def _count(self, sequence: SequenceCache) -> None:
+        counters, block = self.counters, self.layout.tokens_per_block
+        counters.requests += 1
+        counters.prompt_tokens += sequence.prompt_tokens
+        counters.reused_tokens += sequence.num_reused_tokens
+        full, rest = divmod(sequence.num_reused_tokens, block)
+        counters.reused_full_blocks += full
+        counters.reused_partial_blocks += 1 if rest else 0
+        counters.missed_blocks += -(-sequence.prompt_tokens // block) - full - (1 if rest else 0)
+
+    def _require_sound(self) -> None:
+        if self.poison_reason is not None:
+            raise CorruptedCacheError(f"the cache manager is poisoned ({self.poison_reason}): restart the worker")

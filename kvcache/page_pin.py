@@ -1,0 +1,41 @@
+"""Pages that a peer may read: held until released, whatever becomes of the sequence."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvcache.block_pool import Pages
+from kvcache.radix_node import Anchor
+
+if TYPE_CHECKING:
+    from kvcache.manager import KvCacheManager
+
+__all__ = ["PagePin"]
+
+
+class PagePin:
+    """Made by `SequenceCache.pin_for_peer`. Call `release` when the peer has acknowledged or its lease is over."""
+
+    __slots__ = ("_lock", "_manager", "_pages", "num_pages")
+
+    def __init__(self, manager: KvCacheManager, lock: Anchor | None, pages: tuple[Pages, ...], num_pages: int) -> None:
+        self._manager: KvCacheManager | None = manager
+        self._lock = lock
+        self._pages = pages
+        self.num_pages = num_pages
+
+    @property
+    def released(self) -> bool:
+        """True once `release` was called."""
+        return self._manager is None
+
+    @property
+    def pages(self) -> tuple[Pages, ...]:
+        """Pages held one by one, a group each (tree blocks are protected by position instead)."""
+        return self._pages
+
+    def release(self) -> None:
+        """Stop holding the pages. Idempotent."""
+        manager, self._manager = self._manager, None
+        if manager is not None:
+            manager.unpin(self, self._lock)

@@ -1,0 +1,155 @@
+"""When and how a sequence's computed blocks are published into the tree.
+
+The rules of the policies live here, and nowhere else. Called by `SequenceCache` under the manager's guard.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvcache.config import ReusePolicy
+from kvcache.drop_handle import DropHandle, plan_drop
+from kvcache.live_range import first_live_block
+from kvcache.radix_node import RadixNode
+
+if TYPE_CHECKING:
+    from kvcache.sequence_cache import SequenceCache
+
+__all__ = ["after_append", "align_lock", "end_turn", "publish"]
+
+
+def after_append(sequence: SequenceCache, end_of_prompt: bool) -> None:
+    """Publish what the policy publishes after `append_computed`."""
+    manager = sequence._manager
+    if end_of_prompt and sequence.conversation is not None:
+        manager.require_ledger().end_of_prompt(sequence.conversation, sequence.request_id)
+    if not manager.config.enable_block_reuse:
+        return
+    if end_of_prompt:
+        publish(sequence, partial=True)
+    elif manager.policy is ReusePolicy.ALL_REUSABLE:
+        publish(sequence, partial=False)
+
+
+def end_turn(sequence: SequenceCache) -> None:
+    """Publish everything and save the conversation's plan."""
+    manager = sequence._manager
+    conversation = sequence.conversation
+    if conversation is not None:
+        manager.require_ledger().end_of_prompt(conversation, sequence.request_id)
+    if not manager.config.enable_block_reuse or sequence.num_computed_tokens == 0:
+        return
+    if sequence.sources or sequence.state_sources:
+        sequence._let_sources_go()  # nothing was computed beyond the match: it stands in the tree as it is
+    publish(sequence, partial=True, last=True)
+    if conversation is not None:
+        manager.require_ledger().save_plan(conversation, lambda: _plan(sequence))
+
+
+def _plan(sequence: SequenceCache) -> DropHandle | None:
+    lock = sequence.lock
+    if lock is None or lock.node.start + lock.offset != sequence.num_computed_tokens:
+        return None
+    return plan_drop(sequence._tree, lock.node, lock.offset)
+
+
+def align_lock(sequence: SequenceCache) -> None:
+    """Let the lock stand at the last block boundary of what is published."""
+    if sequence.lock is not None:
+        node, offset = _boundary(sequence)
+        sequence._tree.move_lock(sequence.lock, node, offset)
+
+
+def _boundary(sequence: SequenceCache) -> tuple[RadixNode, int]:
+    lock, block = sequence.lock, sequence._shape.block
+    assert lock is not None
+    node = lock.node
+    at = node.start + lock.offset
+    at -= at % block
+    while node.parent is not None and at <= node.start:
+        node = node.parent
+    return node, at - node.start
+
+
+def publish(sequence: SequenceCache, *, partial: bool, last: bool = False) -> None:
+    """Insert the computed tokens that are not in the tree yet; whole blocks only unless `partial`."""
+    tree, block = sequence._tree, sequence._shape.block
+    end = sequence.num_computed_tokens
+    if not partial:
+        end -= end % block
+    if end > sequence.num_committed_tokens or (last and end == sequence.num_committed_tokens):
+        if sequence.lock is None:
+            root = tree.root(sequence.scope)
+            sequence.lock = tree.lock(root, 0)
+        start_node, start_offset = _boundary(sequence)
+        first = (start_node.start + start_offset) // block
+        rows = sequence.rows[:, first : -(-end // block)]
+        if sequence._shape.window_rows and sequence._manager.policy is not ReusePolicy.ALL_REUSABLE:
+            rows = rows.copy()
+            for row, _, window in sequence._shape.window_rows:
+                rows[row, : max(0, first_live_block(end, block, window) - first)] = -1
+        node, offset = tree.insert(start_node, start_offset, sequence.tokens(first * block, end), rows)
+        tree.move_lock(sequence.lock, node, offset)
+        sequence.num_committed_tokens = end
+        _hand_over(sequence, first, end // block)
+        _snapshot(sequence, node, end, last)
+        tree.touch(node)
+        if sequence.conversation is None:
+            _claim(sequence, node, offset)
+
+
+def _hand_over(sequence: SequenceCache, first: int, last: int) -> None:
+    """Whole blocks that the tree took are protected by the lock from now on, not page by page."""
+    shape, pools = sequence._shape, sequence._manager.pools
+    if not shape.full_rows or last <= first:
+        return
+    reference = shape.full_rows[0]
+    taken = sequence.owned[first:last] & pools[shape.attention[reference]].in_tree[sequence.rows[reference, first:last]]
+    for row in shape.full_rows:
+        pages = sequence.rows[row, first:last]
+        pools[shape.attention[row]].refs[pages[taken]] -= 1
+    sequence.owned[first:last] &= ~taken
+
+
+def _snapshot(sequence: SequenceCache, node: RadixNode, end: int, last: bool) -> None:
+    """Keep the recurrent state at `end` (skipped when it is there already or when no page can be had)."""
+    manager = sequence._manager
+    for group in sequence._shape.recurrent:
+        if (group, end) in node.states or end != sequence.num_computed_tokens or group not in sequence.state_pages:
+            continue
+        pool = manager.pools[group]
+        if last:
+            page = sequence.state_pages[group]
+            if pool.in_tree[page]:
+                continue
+            pool.enter_tree(np.array([page], dtype=np.int32))
+            node.states[group, end] = page
+            continue
+        if not manager.try_reserve({group: 1}):
+            manager.counters.snapshots_skipped += 1
+            continue
+        pages = pool.allocate(1)
+        manager.storage.copy_page(sequence.state_pages[group], int(pages[0]), group)
+        pool.enter_tree(pages)
+        pool.release(pages)
+        node.states[group, end] = int(pages[0])
+
+
+def _claim(sequence: SequenceCache, node: RadixNode, offset: int) -> None:
+    """A publisher without a conversation counts as one: no conversation's plan drops what it published too."""
+    if sequence._manager.policy is not ReusePolicy.PER_CONVERSATION:
+        return
+    tree, shape = sequence._tree, sequence._shape
+    tree.claim_anonymous(node, offset)
+    end = node.start + offset
+    if not shape.window_rows and not shape.recurrent:
+        return
+    rows = tree.rows(node, offset)
+    for row, group, window in shape.window_rows:
+        pages = rows[row, first_live_block(end, shape.block, window) :]
+        tree.pools[group].anonymous[pages[pages >= 0]] = True
+    for group in shape.recurrent:
+        if (group, end) in node.states:
+            tree.pools[group].anonymous[node.states[group, end]] = True

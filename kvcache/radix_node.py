@@ -1,0 +1,185 @@
+"""A run of blocks in the radix tree: int32 tokens and one row of int32 pages a life cycle, and who relies on it.
+
+Only the tree changes a node. Buffers grow by a quarter, so that a conversation that is extended turn by turn stays
+one run and an append costs its own length.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Anchor", "RadixNode", "common_prefix"]
+
+Tokens: TypeAlias = NDArray[np.int32]
+Rows: TypeAlias = NDArray[np.int32]
+
+_NO_TOKENS: Tokens = np.zeros(0, dtype=np.int32)
+
+
+def common_prefix(first: Tokens, second: Tokens) -> int:
+    """How many leading tokens are equal."""
+    count = min(len(first), len(second))
+    if count == 0:
+        return 0
+    differs = first[:count] != second[:count]
+    where = int(differs.argmax())
+    return where if differs[where] else count
+
+
+class Anchor:
+    """A position in the tree that somebody relies on: the first `offset` tokens of `node` and every node above it.
+
+    The tree moves anchors along when it splits, truncates or removes nodes. `offset` 0 stands only at a root.
+    """
+
+    __slots__ = ("node", "offset")
+
+    def __init__(self, node: RadixNode, offset: int) -> None:
+        self.node = node
+        self.offset = offset
+
+
+class RadixNode:
+    """`length` tokens from absolute position `start` on; a root has length 0 and no parent.
+
+    rows         int32 [attention groups, blocks]  page of each block, -1 where a window's page is gone
+    states       (group, absolute position) -> page of a recurrent snapshot taken exactly there
+    locks        anchors of open sequences and pins: blocks up to them are not evicted
+    endpoints    anchors of retained turns
+    anonymous    leading tokens that a publisher without a conversation published
+    superseded   was on a retained turn's path and is on none any more
+    scope        digest of the reuse scope (roots only)
+    """
+
+    __slots__ = (
+        "_rows",
+        "_tokens",
+        "alive",
+        "anonymous",
+        "children",
+        "endpoints",
+        "keys",
+        "last_used",
+        "length",
+        "locks",
+        "owner",
+        "parent",
+        "queued",
+        "scope",
+        "start",
+        "states",
+        "superseded",
+    )
+
+    def __init__(self, parent: RadixNode | None, start: int, num_rows: int) -> None:
+        self.parent = parent
+        self.start = start
+        self.length = 0
+        self._tokens = _NO_TOKENS
+        self._rows: Rows = np.zeros((num_rows, 0), dtype=np.int32)
+        self.children: dict[bytes, RadixNode] = {}
+        self.keys: list[bytes] = []
+        self.states: dict[tuple[int, int], int] = {}
+        self.locks: list[Anchor] = []
+        self.endpoints: list[Anchor] = []
+        self.anonymous = 0
+        self.last_used = 0
+        self.owner: int = 0
+        self.superseded = False
+        self.queued: tuple[int, int] | None = None
+        self.alive = True
+        self.scope = b""
+
+    @property
+    def end(self) -> int:
+        """Absolute position behind the last token."""
+        return self.start + self.length
+
+    def tokens(self) -> Tokens:
+        """The run's tokens (a view)."""
+        return self._tokens[: self.length]
+
+    def num_blocks(self, block: int) -> int:
+        """Blocks of the run, a partial last one included."""
+        return -(-self.length // block)
+
+    def rows(self, blocks: int) -> Rows:
+        """Pages of the first `blocks` blocks (a view)."""
+        return self._rows[:, :blocks]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the run's buffers."""
+        return self._tokens.nbytes + self._rows.nbytes
+
+    def append(self, offset: int, tokens: Tokens, rows: Rows, block: int) -> None:
+        """Cut to `offset` tokens (a block boundary) and append."""
+        length = offset + len(tokens)
+        if length > len(self._tokens):
+            grown = np.empty(length if self.length == 0 else max(length, len(self._tokens) * 5 // 4), dtype=np.int32)
+            grown[:offset] = self._tokens[:offset]
+            self._tokens = grown
+        self._tokens[offset:length] = tokens
+        first, blocks = offset // block, -(-length // block)
+        if blocks > self._rows.shape[1]:
+            capacity = max(blocks, -(-len(self._tokens) // block))
+            wider = np.empty((self._rows.shape[0], capacity), dtype=np.int32)
+            wider[:, :first] = self._rows[:, :first]
+            self._rows = wider
+        self._rows[:, first:blocks] = rows
+        self.length = length
+
+    def cut_front(self, offset: int, block: int) -> None:
+        """Drop the first `offset` tokens (a block boundary) and their pages from the buffers."""
+        blocks = self.num_blocks(block)
+        self._tokens = self._tokens[offset : self.length].copy()
+        self._rows = self._rows[:, offset // block : blocks].copy()
+        self.start += offset
+        self.length -= offset
+
+    def cut_back(self, offset: int, block: int) -> None:
+        """Keep only the first `offset` tokens (a block boundary)."""
+        self.length = offset
+        if offset * 3 < len(self._tokens) * 2:
+            self._tokens = self._tokens[:offset].copy()
+            self._rows = self._rows[:, : offset // block].copy()
+
+    def add_child(self, key: bytes, child: RadixNode) -> None:
+        """Hang `child` under the bytes of its first block."""
+        self.children[key] = child
+        insort(self.keys, key)
+
+    def drop_child(self, key: bytes) -> None:
+        """Inverse of `add_child`."""
+        del self.children[key]
+        del self.keys[bisect_left(self.keys, key)]
+
+    def key(self, block: int) -> bytes:
+        """What the parent files this node under: the bytes of its first block."""
+        return self._tokens[: min(block, self.length)].tobytes()
+
+    def nearest(self, key: bytes, limit: int) -> tuple[int, list[RadixNode]]:
+        """The children (at most `limit`) whose first block shares the most leading tokens with `key`, and how many.
+
+        In byte order the best ones stand right beside the place where `key` would be inserted.
+        """
+        place = bisect_left(self.keys, key)
+        query = np.frombuffer(key, dtype=np.int32)
+        best = 0
+        found: list[RadixNode] = []
+        for step, first in ((1, place), (-1, place - 1)):
+            index = first
+            while 0 <= index < len(self.keys) and len(found) < limit:
+                other = self.keys[index]
+                shared = common_prefix(query, np.frombuffer(other, dtype=np.int32))
+                if shared == 0 or shared < best:
+                    break
+                if shared > best:
+                    best, found = shared, []
+                found.append(self.children[other])
+                index += step
+        return best, found

@@ -1,0 +1,375 @@
+"""One request's KV: its tokens, the pages of every life cycle, and its place in the tree.
+
+Made by `KvCacheManager.create` only; the worker calls it under the manager's lock. It must never write into a page
+that the tree shares: a partially matched block and a snapshot are copied first. Publishing is in `publisher`.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache import publisher
+from kvcache.block_pool import Pages
+from kvcache.block_table import BlockTable
+from kvcache.conversation_manager import Conversation
+from kvcache.errors import (
+    ClosedSequenceError,
+    InvalidSizeError,
+    InvalidTokensError,
+    OutOfPagesError,
+    TurnEndedError,
+)
+from kvcache.live_range import first_live_block
+from kvcache.page_pin import PagePin
+from kvcache.radix_match import Match
+from kvcache.radix_node import Anchor, Rows, Tokens
+
+if TYPE_CHECKING:
+    from kvcache.manager import KvCacheManager
+
+__all__ = ["SequenceCache"]
+
+
+class SequenceCache:
+    """Lengths: committed (published) <= computed (KV exists) <= capacity (pages exist), in tokens."""
+
+    def __init__(
+        self,
+        manager: KvCacheManager,
+        request_id: str,
+        prompt: Tokens,
+        scope: bytes,
+        match: Match | None,
+        conversation: Conversation | None,
+        conversation_id: str | None,
+    ) -> None:
+        self._manager = manager
+        self._tree = manager.tree
+        self._shape = manager.tree.shape
+        self.request_id = request_id
+        self.conversation_id = conversation_id
+        self.scope = scope
+        self.conversation = conversation
+        self._tokens = prompt
+        self.prompt_tokens = len(prompt)
+        self.num_reused_tokens = 0
+        self.num_computed_tokens = 0
+        self.num_committed_tokens = 0
+        self.capacity_tokens = 0
+        self.blocks = 0
+        self.rows: Rows = np.zeros((len(self._shape.attention), 0), dtype=np.int32)
+        self.owned: NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)
+        self.state_pages: dict[int, int] = {}
+        self.state_sources: dict[int, int] = {}
+        self.sources: list[int] = []
+        self.lock: Anchor | None = None
+        self.closed = False
+        self.prompt_ended = False
+        self.turn_ended = False
+        if match is not None and match.num_tokens:
+            self._adopt(match)
+
+    def __enter__(self) -> SequenceCache:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _adopt(self, match: Match) -> None:
+        """Hold what was matched."""
+        block, reused = self._shape.block, match.num_tokens
+        rows = self._tree.rows(match.node, match.offset)
+        self.lock = self._tree.lock(match.node, match.offset)
+        self.blocks = reused // block
+        if reused % block:
+            self.sources = [int(page) for page in rows[:, -1]]
+        self.rows = rows[:, : self.blocks]
+        self.owned = np.zeros(self.blocks, dtype=np.bool_)
+        for row, group, window in self._shape.window_rows:
+            self.rows[row, : first_live_block(reused, block, window)] = -1
+            pages = self.rows[row]
+            self._manager.pools[group].hold(pages[pages >= 0])
+            if self.sources:
+                self._manager.pools[group].hold(np.array(self.sources[row : row + 1], dtype=np.int32))
+        for group in self._shape.recurrent:
+            page = match.node.states[group, reused]
+            self._manager.pools[group].hold(np.array([page], dtype=np.int32))
+            self.state_sources[group] = page
+        self.num_reused_tokens = self.num_computed_tokens = self.num_committed_tokens = self.capacity_tokens = reused
+
+    # growing
+
+    def resize(self, num_tokens: int, *, history: int | None = None) -> None:
+        """Provide pages for `num_tokens` tokens, or give pages beyond them back. All or nothing.
+
+        history   the caller vouches that tokens before it will arrive whole (a transfer): windows then get pages only
+                  from the live range at `history` on (default: `num_computed_tokens`)
+
+        The first call makes private copies of a partially matched block and of snapshots. Under extreme pressure it
+        gives the partial match up instead: read `num_computed_tokens` afterwards. Raises OutOfPagesError (try again
+        when another sequence has closed), NeverFitsError, InvalidSizeError.
+        """
+        with self._manager.guard():
+            self.require_open()
+            if num_tokens < max(1, self.num_computed_tokens):
+                raise InvalidSizeError(
+                    f"cannot resize to {num_tokens} tokens: {self.num_computed_tokens} are computed already"
+                )
+            try:
+                self._resize(num_tokens, history)
+            except OutOfPagesError:
+                if not self.sources and not self.state_sources:
+                    raise
+                self._forfeit(num_tokens, history)
+
+    def _resize(self, num_tokens: int, history: int | None) -> None:
+        block = self._shape.block
+        blocks = -(-num_tokens // block)
+        if blocks < self.blocks:
+            self._shrink(blocks)
+        firsts = self._first_new_blocks(self.num_computed_tokens if history is None else history)
+        need = self._need(blocks, firsts)
+        self._manager.check_fits(num_tokens, blocks, [blocks - first for first in firsts])
+        if any(need.values()):
+            self._manager.reserve(need)
+            self._take(blocks, firsts, need)
+        self._copy_sources()
+        self.capacity_tokens = num_tokens
+
+    def _first_new_blocks(self, history: int) -> list[int]:
+        firsts = [self.blocks] * len(self._shape.attention)
+        for row, _, window in self._shape.window_rows:
+            firsts[row] = max(self.blocks, first_live_block(history, self._shape.block, window))
+        return firsts
+
+    def _need(self, blocks: int, firsts: list[int]) -> dict[int, int]:
+        need = {group: max(0, blocks - first) for group, first in zip(self._shape.attention, firsts, strict=True)}
+        need.update({group: 0 if group in self.state_pages else 1 for group in self._shape.recurrent})
+        return need
+
+    def _take(self, blocks: int, firsts: list[int], need: dict[int, int]) -> None:
+        if blocks > self.rows.shape[1]:
+            capacity = max(blocks, self.rows.shape[1] * 5 // 4) if self.rows.shape[1] else blocks
+            rows = np.full((len(firsts), capacity), -1, dtype=np.int32)
+            rows[:, : self.blocks] = self.rows[:, : self.blocks]
+            owned = np.zeros(capacity, dtype=np.bool_)
+            owned[: self.blocks] = self.owned[: self.blocks]
+            self.rows, self.owned = rows, owned
+        elif blocks > self.blocks:
+            self.rows[:, self.blocks : blocks] = -1
+        for row, group in enumerate(self._shape.attention):
+            if need[group]:
+                self.rows[row, firsts[row] : blocks] = self._manager.pools[group].allocate(need[group])
+        for group in self._shape.recurrent:
+            if need[group]:
+                self.state_pages[group] = int(self._manager.pools[group].allocate(1)[0])
+        self.owned[self.blocks : blocks] = True
+        self.blocks = blocks
+
+    def _copy_sources(self) -> None:
+        """Private copies of the partially matched block and of the snapshots; the shared ones are let go."""
+        storage, index = self._manager.storage, self.num_reused_tokens // self._shape.block
+        if self.sources:
+            for row, group in enumerate(self._shape.attention):
+                if self.sources[row] >= 0:
+                    storage.copy_page(self.sources[row], int(self.rows[row, index]), group)
+            self._manager.counters.partial_copies += 1
+        for group, page in self.state_sources.items():
+            storage.copy_page(page, self.state_pages[group], group)
+        self._let_sources_go()
+
+    def _let_sources_go(self) -> None:
+        for row, group, _ in self._shape.window_rows:
+            if self.sources and self.sources[row] >= 0:
+                self._manager.pools[group].release(np.array([self.sources[row]], dtype=np.int32))
+        for group, page in self.state_sources.items():
+            self._manager.pools[group].release(np.array([page], dtype=np.int32))
+        self.state_sources = {}
+        if self.sources:
+            self.sources = []
+            publisher.align_lock(self)
+
+    def _forfeit(self, num_tokens: int, history: int | None) -> None:
+        """The copy source itself is in the way: reuse less rather than wait for ever."""
+        self._let_sources_go()
+        if self._shape.plain:
+            reused = self.num_reused_tokens - self.num_reused_tokens % self._shape.block
+        else:
+            reused = 0
+            self._give_back()
+        self.num_reused_tokens = self.num_computed_tokens = self.num_committed_tokens = reused
+        self.capacity_tokens = min(self.capacity_tokens, reused)
+        self._resize(num_tokens, history)
+
+    def _shrink(self, blocks: int) -> None:
+        for row, group in enumerate(self._shape.attention):
+            pages = self.rows[row, blocks : self.blocks]
+            held = pages >= 0 if row not in self._shape.full_rows else self.owned[blocks : self.blocks]
+            self._manager.pools[group].release(pages[held])
+        self.blocks = blocks
+
+    # computing
+
+    def append_computed(self, tokens: Tokens, *, end_of_prompt: bool = False) -> None:
+        """The KV of `tokens`, at positions `num_computed_tokens` on, now stands in the pages. Publishes as the policy
+        says: `all_reusable` whole blocks at every call, the others at `end_of_prompt`. Empty `tokens` are allowed with
+        `end_of_prompt`. Raises InvalidSizeError past the capacity, InvalidTokensError when they contradict the prompt.
+        """
+        with self._manager.guard():
+            self.require_open()
+            if self.turn_ended:
+                raise TurnEndedError(f"request {self.request_id}: the turn has ended, nothing can be added")
+            tokens = self._manager.checked_tokens(tokens, allow_empty=True)
+            end = self.num_computed_tokens + len(tokens)
+            if end > self.blocks * self._shape.block or end > self.capacity_tokens:
+                raise InvalidSizeError(f"{end} computed tokens exceed the capacity of {self.capacity_tokens}: resize")
+            if self.sources or self.state_sources:
+                raise InvalidSizeError("call resize before the first append_computed: matched pages are not copied yet")
+            self._store(tokens)
+            self.num_computed_tokens = end
+            if end_of_prompt:
+                self.prompt_ended = True
+            publisher.after_append(self, end_of_prompt)
+            self._release_stale()
+
+    def _store(self, tokens: Tokens) -> None:
+        start, end = self.num_computed_tokens, self.num_computed_tokens + len(tokens)
+        known = min(self.prompt_tokens, end) - start
+        if known > 0 and not np.array_equal(tokens[:known], self._tokens[start : start + known]):
+            raise InvalidTokensError(
+                f"request {self.request_id}: computed tokens from position {start} on differ from its prompt"
+            )
+        if end > self.prompt_tokens:
+            if end > len(self._tokens) or self._tokens.flags.writeable is False:
+                grown = np.empty(max(end + 64, len(self._tokens) * 5 // 4), dtype=np.int32)
+                grown[:start] = self._tokens[:start]
+                self._tokens = grown
+            self._tokens[start:end] = tokens
+
+    def _release_stale(self) -> None:
+        for row, group, window in self._shape.window_rows:
+            first = min(first_live_block(self.num_computed_tokens, self._shape.block, window), self.blocks)
+            pages = self.rows[row, :first]
+            held = pages >= 0
+            if held.any():
+                self._manager.pools[group].release(pages[held])
+                pages[held] = -1
+
+    def end_turn(self) -> None:
+        """Publish every computed token, the answer's included, and save the conversation's drop plan. Once."""
+        with self._manager.guard():
+            self.require_open()
+            if self.turn_ended:
+                raise TurnEndedError(f"request {self.request_id}: end_turn was already called")
+            self.turn_ended = True
+            publisher.end_turn(self)
+
+    # reading
+
+    def tokens(self, start: int, end: int) -> Tokens:
+        """Computed tokens (a view)."""
+        return self._tokens[start:end]
+
+    def pages(self, group: int = 0) -> Pages:
+        """Page of each block ordinal, -1 where a window's page is gone (a recurrent group: its one state page). A copy
+        of the moment: valid until the next resize or close.
+        """
+        self.require_open()
+        group = self._manager.check_group(group)
+        if group in self._shape.recurrent:
+            return np.array([self.state_pages[group]] if group in self.state_pages else [], dtype=np.int32)
+        return self.rows[self._shape.attention.index(group), : self.blocks].copy()
+
+    def block_table(self, start_token: int = 0, end_token: int | None = None, group: int = 0) -> BlockTable:
+        """The blocks holding tokens `start_token` .. `end_token` (default: the computed ones) that have a page."""
+        self.require_open()
+        group = self._manager.check_group(group)
+        block = self._shape.block
+        end = self.num_computed_tokens if end_token is None else end_token
+        if not 0 <= start_token <= end or -(-end // block) > self.blocks:
+            raise InvalidSizeError(f"tokens {start_token}..{end} are not within 0..{self.capacity_tokens}")
+        generations = self._manager.storage.generations(group)
+        if group in self._shape.recurrent:
+            held = group in self.state_pages and end > 0
+            ordinals = np.array([(end - 1) // block] if held else [], dtype=np.int32)
+            pages = np.array([self.state_pages[group]] if held else [], dtype=np.int32)
+        else:
+            ordinals = np.arange(start_token // block, -(-end // block), dtype=np.int32)
+            pages = self.rows[self._shape.attention.index(group), start_token // block : -(-end // block)].copy()
+            ordinals, pages = ordinals[pages >= 0], pages[pages >= 0]
+        valid = np.minimum(block, end - ordinals * np.int32(block)).astype(np.int32)
+        return BlockTable(group, ordinals, pages, generations[pages].astype(np.uint64), valid)
+
+    def pin_for_peer(self) -> PagePin:
+        """Hold the current pages for a peer's pull; the pin outlives `close`. Raises PinLimitError."""
+        with self._manager.guard():
+            self.require_open()
+            return self._manager.pin(self)
+
+    def held_pages(self) -> dict[int, Pages]:
+        """Pages that this sequence holds one by one, a group each (matched tree blocks are not among them)."""
+        held: dict[int, Pages] = {}
+        for row, group in enumerate(self._shape.attention):
+            pages = self.rows[row, : self.blocks]
+            held[group] = pages[self.owned[: self.blocks]] if row in self._shape.full_rows else pages[pages >= 0]
+        for group in self._shape.recurrent:
+            held[group] = np.array([self.state_pages[group]] if group in self.state_pages else [], dtype=np.int32)
+        return held
+
+    def source_pages(self, group: int) -> Pages:
+        """Shared window pages and snapshots held until they are copied."""
+        pages = [self.state_sources[group]] if group in self.state_sources else []
+        for row, owner, _ in self._shape.window_rows:
+            if owner == group and self.sources and self.sources[row] >= 0:
+                pages.append(self.sources[row])
+        return np.array(pages, dtype=np.int32)
+
+    # ending
+
+    def own_everything(self) -> None:
+        """Hold matched tree blocks page by page, so that the tree may go (`KvCacheManager.clear`)."""
+        if self.lock is None:
+            return
+        if self.sources:
+            return  # not copied yet: the lock stays, and with it the matched path
+        shared = ~self.owned[: self.blocks]
+        for row in self._shape.full_rows:
+            self._manager.pools[self._shape.attention[row]].hold(self.rows[row, : self.blocks][shared])
+        self.owned[: self.blocks] = True
+        self._tree.unlock(self.lock)
+        self.lock = None
+        self.num_committed_tokens = 0
+
+    def close(self) -> None:
+        """Give everything back. Idempotent. Without `end_turn` nothing more is published."""
+        if self.closed:
+            return
+        with self._manager.guard():
+            self._let_sources_go()
+            self._give_back()
+            self.closed = True
+            self._manager.forget(self)
+
+    def _give_back(self) -> None:
+        """Release every page and the place in the tree."""
+        for group, pages in self.held_pages().items():
+            self._manager.pools[group].release(pages)
+        self.state_pages = {}
+        self.blocks = 0
+        self.rows = self.rows[:, :0]
+        self.owned = self.owned[:0]
+        if self.lock is not None:
+            self._tree.touch(self.lock.node)
+            self._tree.unlock(self.lock)
+            self.lock = None
+
+    def require_open(self) -> None:
+        """Raises ClosedSequenceError after `close`."""
+        if self.closed:
+            raise ClosedSequenceError(f"request {self.request_id}: its cache was closed, create a new one")
