@@ -11,7 +11,10 @@ import pydantic_core
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
+from starlette.requests import ClientDisconnect
+
 from cluster.errors import InvalidRequestError
+from cluster.frontend.errors import ClientGoneError
 
 __all__ = ["BodyTooLargeError", "parse_json_object", "read_body", "validate_body"]
 
@@ -28,18 +31,23 @@ class BodyTooLargeError(InvalidRequestError):
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The whole body. Raises BodyTooLargeError as soon as it is known to have more than `max_bytes`."""
+    """The whole body. Raises BodyTooLargeError as soon as it is known to have more than `max_bytes`, and
+    ClientGoneError when the client closes before it has sent all.
+    """
     error = BodyTooLargeError(f"the body is larger than {max_bytes} bytes; shorten the prompt")
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and len(declared) < 20 and int(declared) > max_bytes:
         raise error
     chunks: list[bytes] = []
     size = 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > max_bytes:
-            raise error
-        chunks.append(chunk)
+    try:
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > max_bytes:
+                raise error
+            chunks.append(chunk)
+    except ClientDisconnect as gone:
+        raise ClientGoneError from gone
     return b"".join(chunks)
 
 

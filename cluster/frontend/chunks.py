@@ -37,7 +37,7 @@ class AnswerFormat:
             "object": "chat.completion" if self._call.is_chat else "text_completion",
             "choices": [choice],
             "usage": usage_object(answer),
-            "kvferry": kvferry_object(self._call, answer.usage),
+            **self._facts(answer),
         }
 
     async def stream(self, answer: Answer, on_end: Callable[[], None]) -> AsyncGenerator[bytes, None]:
@@ -59,13 +59,20 @@ class AnswerFormat:
             await deltas.aclose()
         on_end()
         last = self._choice(_NOTHING, role=first, finish_reason=str(answer.finish_reason))
-        facts = {"kvferry": kvferry_object(self._call, answer.usage)}
+        facts = self._facts(answer)
         if not include_usage:
             yield self._event([last], **facts)
             return
         extra = {"usage": self._usage_so_far(answer)} if continuous else {}
         yield self._event([last], **extra)
         yield self._event([], usage=usage_object(answer), **facts)
+
+    def _facts(self, answer: Answer) -> dict[str, Any]:
+        """Our own fields: the accounting and, when token ids were asked for, the prompt as the cluster saw it."""
+        facts: dict[str, Any] = {"kvferry": kvferry_object(self._call, answer.usage)}
+        if self._call.request.return_token_ids:
+            facts["prompt_token_ids"] = [int(token) for token in self._call.prompt.token_ids]
+        return facts
 
     def _usage_so_far(self, answer: Answer) -> dict[str, Any]:
         return partial_usage_object(len(self._call.prompt.token_ids), answer.num_tokens)
