@@ -41,9 +41,7 @@ class Overrides:
         self.sources[path] = source
 
     def where(self, path: str) -> str:
-        """The source of the value at `path` when this layer gives it: by itself, inside a mapping, or as a mapping grown
-        from single keys; else "".
-        """
+        """The source of the value at `path`, or of the first key in it, when this layer gives one; else ""."""
         value: Any = self.values
         for key in path.split("."):
             if not isinstance(value, Mapping) or key not in value:
