@@ -183,7 +183,7 @@ class Orchestrator:
         self.counters.disaggregated += 1
         stream.emit((prefill.token_id,))
         if prefill.ticket is None:
-            self._close_turn(request, stream, engine_request, context, None, prefill.finish_reason)
+            self._close_turn(request, stream, engine_request, context, None, None, prefill.finish_reason)
         return prefill.token_id, prefill.ticket
 
     async def _decode(
@@ -244,7 +244,7 @@ class Orchestrator:
                 cached = min(delta.cached_tokens or 0, prompt_tokens)
                 stream.note(ctx_cached_tokens=cached, recomputed_tokens=prompt_tokens - cached)
                 self.counters.local_prefills += 1
-            self._close_turn(request, stream, engine_request, context, delta.ticket, delta.finish_reason)
+            self._close_turn(request, stream, engine_request, context, generation, delta.ticket, delta.finish_reason)
 
     def _close_turn(
         self,
@@ -252,6 +252,7 @@ class Orchestrator:
         stream: ServeStream,
         engine_request: EngineRequest,
         context: WorkerHandle | None,
+        generation: WorkerHandle | None,
         ticket: GrantTicket | None,
         reason: FinishReason,
     ) -> None:
@@ -272,7 +273,7 @@ class Orchestrator:
             self.turns.keep(record)
         else:
             self._routers[WorkerRole.CONTEXT].record(route, context.worker_id)
-            self.turns.close(context, turn, record)
+            self.turns.close(context, generation, turn, record)
 
     @contextlib.asynccontextmanager
     async def _worker(self, role: WorkerRole, request: ServeRequest) -> AsyncIterator[WorkerHandle]:

@@ -60,6 +60,8 @@ class ServeStream:
         if self._task is not None and not self._task.done():
             self._task.cancel()
             await asyncio.wait({self._task})
+            if self.finish_reason is None:  # cancelled before it ever ran
+                self.finish(FinishReason.CANCELLED)
 
     # --- for the orchestrator ---
 

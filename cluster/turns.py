@@ -7,6 +7,7 @@ it finds the blocks it came for.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import OrderedDict
 from dataclasses import dataclass, replace
@@ -58,11 +59,16 @@ class Turns:
                 log.debug("the back-flow of %s is still pending", request_id)
         return self._records.get(request_id)
 
-    def close(self, worker: WorkerHandle, turn: TurnHandoff, record: TurnRecord) -> None:
-        """Have the context worker end the turn in the background. Keeps the record at once, updates it at the end."""
+    def close(
+        self, context: WorkerHandle, generation: WorkerHandle | None, turn: TurnHandoff, record: TurnRecord
+    ) -> None:
+        """Have the context worker end the turn in the background. Keeps the record at once, updates it at the end.
+
+        `generation` granted the turn's ticket, if there is one; it is told to let go when the context side cannot.
+        """
         self.keep(replace(record, backflow="pending" if turn.ticket is not None else "off"))
         self._settled[record.request_id] = asyncio.Event()
-        task = asyncio.create_task(self._close(worker, turn, record))
+        task = asyncio.create_task(self._close(context, generation, turn, record))
         self._closing.append(_Closing(turn, task))
 
     async def wait_for_prefix(self, prompt_ids: NDArray[np.int32], cache_salt: str | None, timeout_s: float) -> None:
@@ -80,9 +86,11 @@ class Turns:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
 
-    async def _close(self, worker: WorkerHandle, turn: TurnHandoff, record: TurnRecord) -> None:
+    async def _close(
+        self, context: WorkerHandle, generation: WorkerHandle | None, turn: TurnHandoff, record: TurnRecord
+    ) -> None:
         try:
-            result = await worker.close_turn(turn)
+            result = await context.close_turn(turn)
             moved = result.transfer
             record = replace(record, endpoint_tokens=result.endpoint_tokens)
             if moved is not None:
@@ -96,6 +104,9 @@ class Turns:
         except ClusterError as error:  # the turn is served; only its reuse is lost, and the record says so
             log.warning("the context side could not close turn %s: %s", turn.request_id, error.message)
             record = replace(record, backflow="failed", backflow_reason=error.message)
+            if generation is not None:
+                with contextlib.suppress(ClusterError):
+                    await generation.release(turn.request_id)
         finally:
             self.keep(record)
             self._closing = [closing for closing in self._closing if closing.turn is not turn]

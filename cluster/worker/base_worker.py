@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from cluster.engine import load_runner, make_storage
 from cluster.engine_loop import EngineLoop
-from cluster.errors import EngineFailedError, StartupError
+from cluster.errors import EngineFailedError, NotReadyError, StartupError
 from cluster.request import EngineRequest, FinishReason
 from cluster.scheduler import Scheduler, SequenceEvent
 from cluster.sequence import Sequence
@@ -28,8 +28,8 @@ from cluster.worker.kv_fetch import KvFetch
 from cluster.worker.messages import WorkerInfo, WorkerRole, WorkerStats
 from cluster.worker.pool_size import pool_pages
 from cluster.worker.spec import WorkerSpec
-from kvcache import KvCacheManager, PagePin, ReuseScope, SequenceCache
-from transceiver import CacheTransceiver, GrantTicket, Publication
+from kvcache import KvCacheManager, PagePin, PinLimitError, ReuseScope, SequenceCache
+from transceiver import CacheTransceiver, GrantTicket, Publication, TransceiverError
 
 __all__ = ["BaseWorker"]
 
@@ -66,7 +66,7 @@ class BaseWorker:
         runner = load_runner(
             spec.model, tokens_per_block=spec.kv_cache.tokens_per_block, device=spec.device, dtype=spec.dtype
         )
-        num_pages = pool_pages(spec.kv_cache, runner.layout, spec.max_seq_len)
+        num_pages = pool_pages(spec.kv_cache, runner.layout)
         self.storage = make_storage(runner, num_pages)
         runner.bind(self.storage)
         self.manager = KvCacheManager(runner.layout, spec.kv_cache, self.storage)
@@ -99,7 +99,7 @@ class BaseWorker:
             layout_fingerprint=runner.layout.fingerprint(),
             tokens_per_block=runner.layout.tokens_per_block,
             page_bytes=runner.layout.page_bytes(),
-            capacity_tokens=num_pages * runner.layout.tokens_per_block,
+            capacity_tokens=num_pages[0] * runner.layout.tokens_per_block,
             max_seq_len=self.max_seq_len,
         )
 
@@ -190,19 +190,28 @@ class BaseWorker:
     def _grant(self, request: EngineRequest, cache: SequenceCache, num_tokens: int) -> GrantTicket:
         """Offer the first `num_tokens` of a sequence to a peer; its pages stay pinned until that is settled.
 
-        Call with the engine's lock held. The sequence itself may be closed afterwards.
+        Call with the engine's lock held. The sequence itself may be closed afterwards. Raises NotReadyError when too
+        many grants are open.
         """
         assert self.transceiver is not None
         groups = range(len(self.manager.layout.groups))
-        publication = self.transceiver.publish(
-            request.request_id,
-            tuple(cache.block_table(0, num_tokens, group) for group in groups),
-            conversation_id=request.conversation_id,
-            scope=ReuseScope(cache_salt=request.cache_salt).digest(),
-            lease_s=self.spec.transceiver.kv_transfer_timeout_ms / 1000,
-        )
+        try:
+            pin = cache.pin_for_peer()
+        except PinLimitError as error:
+            raise NotReadyError(f"{self.spec.worker_id} has too many open grants: {error}") from error
+        try:
+            publication = self.transceiver.publish(
+                request.request_id,
+                tuple(cache.block_table(0, num_tokens, group) for group in groups),
+                conversation_id=request.conversation_id,
+                scope=ReuseScope(cache_salt=request.cache_salt).digest(),
+                lease_s=self.spec.transceiver.kv_transfer_timeout_ms / 1000,
+            )
+        except TransceiverError as error:
+            pin.release()
+            raise NotReadyError(f"{self.spec.worker_id} cannot grant its blocks: {error}") from error
         self._publications[request.request_id] = publication
-        self._spawn(self._unpin_when_settled(request.request_id, publication, cache.pin_for_peer()))
+        self._spawn(self._unpin_when_settled(request.request_id, publication, pin))
         return publication.ticket
 
     async def _unpin_when_settled(self, request_id: str, publication: Publication, pin: PagePin) -> None:

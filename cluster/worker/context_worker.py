@@ -44,10 +44,11 @@ class ContextWorker(BaseWorker):
         cached = sequence.num_reused_tokens or 0
         with self.engine.lock:
             assert sequence.cache is not None
-            ticket = None
-            if reason is FinishReason.HANDOFF:
-                ticket = self._grant(request, sequence.cache, prompt_tokens)
-            sequence.close_cache()
+            try:
+                granted = reason is FinishReason.HANDOFF
+                ticket = self._grant(request, sequence.cache, prompt_tokens) if granted else None
+            finally:
+                sequence.close_cache()
         return PrefillResult(
             token_id=int(sequence.token_ids(prompt_tokens)[0]),
             finish_reason=reason,
@@ -87,22 +88,29 @@ class ContextWorker(BaseWorker):
 
     async def _take_answer(
         self, turn: TurnHandoff, cache: SequenceCache, target: int
-    ) -> tuple[TransferOutcome, KvFetch | None]:
-        assert self.transceiver is not None and turn.ticket is not None
+    ) -> tuple[TransferOutcome, KvFetch]:
+        """Pull what is missing up to `target`; with no room for it, pull nothing so that the holder may let go."""
+        assert self.transceiver is not None
+        assert turn.ticket is not None
+        no_room: str | None = None
         try:
             with self.engine.lock:
                 cache.resize(target)
-        except (OutOfPagesError, NeverFitsError) as error:  # answers are worth less than running prompts
-            return TransferOutcome(TransferStatus.FAILED, f"no room for the answer's blocks: {error}"), None
+        except (OutOfPagesError, NeverFitsError) as error:  # an answer is worth less than a running prompt
+            no_room = f"no room for the answer's blocks: {error}"
+        with self.engine.lock:
+            wanted = target if no_room is None else cache.num_computed_tokens
         fetch = KvFetch(self.engine, self.transceiver, cache)
         result = await fetch.run(
             turn.ticket,
-            turn.token_ids[:target],
+            turn.token_ids[:wanted],
             conversation_id=turn.conversation_id,
             cache_salt=turn.cache_salt,
             timeout_s=self.spec.transceiver.kv_transfer_timeout_ms / 1000,
         )
         self.repaired_blocks += result.damaged_blocks
+        if no_room is not None:
+            return TransferOutcome(TransferStatus.FAILED, no_room), fetch
         return result.outcome, fetch
 
     async def _run(self, sequence: Sequence) -> SequenceEvent:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 
 import numpy as np
@@ -11,14 +12,17 @@ from numpy.typing import NDArray
 from cluster.errors import NotReadyError, PromptTooLongError
 from cluster.request import EngineRequest, FinishReason
 from cluster.scheduler import SequenceEvent
+from cluster.sequence import Sequence
 from cluster.worker.base_worker import BaseWorker
 from cluster.worker.kv_fetch import FetchResult, KvFetch
 from cluster.worker.messages import Admission, AdmissionStatus, OutputDelta, WorkerRole
 from cluster.worker.spec import WorkerSpec
 from kvcache import NeverFitsError, OutOfPagesError, ReuseScope, SequenceCache
-from transceiver import GrantTicket, Pull, TransferStatus
+from transceiver import BackflowMode, GrantTicket, Pull, TransferStatus
 
 __all__ = ["GenerationWorker"]
+
+log = logging.getLogger(__name__)
 
 
 class GenerationWorker(BaseWorker):
@@ -146,8 +150,7 @@ class GenerationWorker(BaseWorker):
             with self.engine.lock:
                 if sequence.cache is not None and event.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
                     sequence.cache.end_turn()
-                    if self._backflow_wanted:
-                        ticket = self._grant(sequence.request, sequence.cache, sequence.cache.num_computed_tokens)
+                    ticket = self._grant_turn(sequence)
                 sequence.close_cache()
         return OutputDelta(
             request_id=sequence.request_id,
@@ -158,9 +161,16 @@ class GenerationWorker(BaseWorker):
             ticket=ticket,
         )
 
-    @property
-    def _backflow_wanted(self) -> bool:
-        return self.spec.role is not WorkerRole.AGGREGATED and self.spec.transceiver.kv_backflow != "off"
+    def _grant_turn(self, sequence: Sequence) -> GrantTicket | None:
+        """Offer a finished turn's blocks to the context side, unless back-flow is off or impossible now."""
+        if self.spec.role is WorkerRole.AGGREGATED or self.spec.transceiver.kv_backflow is BackflowMode.OFF:
+            return None
+        assert sequence.cache is not None
+        try:
+            return self._grant(sequence.request, sequence.cache, sequence.cache.num_computed_tokens)
+        except NotReadyError as error:  # only the reuse of this answer is lost
+            log.warning("no back-flow for %s: %s", sequence.request_id, error.message)
+            return None
 
 
 def _admission(tokens: int, cached: int, result: FetchResult) -> Admission:

@@ -54,13 +54,14 @@ class KvFetch:
     ) -> FetchResult:
         """Pull the blocks of `token_ids` that the cache lacks and append those that arrive intact.
 
+        With nothing to fetch the pull is empty and only tells the holder that its pages are free again.
         `register` gets the pull as soon as it exists, so that an abort can find it. A failure is a value, never an
         exception. An interior damaged block ends the intact prefix: what follows it has no KV to stand on.
         """
         cache, total = self._cache, len(token_ids)
         with self._engine.lock:
             have = cache.num_computed_tokens
-            groups = range(len(self._engine.manager.layout.groups))
+            groups = range(len(self._engine.manager.layout.groups)) if total > have else ()
             wanted = tuple(cache.block_table(have, total, group) for group in groups)
         self._pull = self._transceiver.pull(
             ticket,

@@ -10,8 +10,8 @@ from kvcache import KvCacheConfig, KvLayout
 __all__ = ["pool_pages"]
 
 
-def pool_pages(config: KvCacheConfig, layout: KvLayout, max_seq_len: int, available_bytes: int | None = None) -> int:
-    """Pages a pool: `max_tokens` rounded up to blocks, or `free_memory_fraction` of the memory that is free now.
+def pool_pages(config: KvCacheConfig, layout: KvLayout, available_bytes: int | None = None) -> tuple[int, ...]:
+    """Pages of each layer group's pool: `max_tokens` in blocks, or `free_memory_fraction` of the memory free now.
 
     available_bytes  free memory; None = ask the operating system. Raises StartupError when not even one block fits.
     """
@@ -35,4 +35,4 @@ def pool_pages(config: KvCacheConfig, layout: KvLayout, max_seq_len: int, availa
             "kv_cache_config.free_memory_fraction",
             param="kv_cache_config",
         )
-    return pages
+    return (pages,) * len(layout.groups)

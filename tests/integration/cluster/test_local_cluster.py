@@ -113,7 +113,7 @@ async def test_five_turns_then_a_rewind_are_equal_to_an_aggregated_run_and_compu
         stream, record = await ask(orchestrator, branch)
         asked.append((branch, {}))
         got.append(stream.token_ids)
-        assert record.usage.recomputed_tokens == 9 + 1
+        assert record.usage.recomputed_tokens == 9  # the last token of turn 2 has KV too: turn 3 went on from it
         await books_balance(orchestrator)
     assert got == await reference_answers(asked)
 
@@ -195,8 +195,8 @@ async def test_stop_ends_the_answer_and_keeps_the_turn():
         assert len(stream.token_ids) < 1500
         record = await orchestrator.turn_record("stopper", 10.0)
         assert record is not None and record.backflow == "done"
-        _, record = await ask(orchestrator, extend(tokens, stream.token_ids[:10], prompt(6, 5)))
-        assert record.usage.recomputed_tokens == 6  # the tenth token has KV: the answer went on past it
+        _, record = await ask(orchestrator, extend(tokens, stream.token_ids, prompt(6, 5)))
+        assert record.usage.recomputed_tokens == 6 + 1
         await books_balance(orchestrator)
 
 
