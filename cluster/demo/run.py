@@ -5,6 +5,8 @@ Called by the demo command. Starts the clusters in this process through `cluster
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import time
 import uuid
@@ -164,9 +166,10 @@ async def _converse(
 async def _both_runs(
     config: ClusterConfig, plain_config: ClusterConfig, options: DemoOptions, script: DemoScript, console: Console
 ) -> tuple[ConversationResult, list[Answer], float]:
-    """The conversation on a disaggregated cluster, then its prompts on an aggregated worker beside it (one Ray for
-    both, which saves its start). Also returns the seconds until the first cluster served.
+    """The conversation on a disaggregated cluster, then its prompts on an aggregated worker; one Ray serves both, which
+    saves a start. Also returns the seconds until the first cluster served.
     """
+    from cluster.controller import Controller
     from cluster.serve import running_cluster
 
     def progress(text: str) -> None:
@@ -181,12 +184,16 @@ async def _both_runs(
         highlight=False,
     )
     begun = time.perf_counter()
-    async with running_cluster(config, progress=progress) as cluster:
-        startup_s = time.perf_counter() - begun
-        console.print(f"serving at {cluster.base_url} after {startup_s:.1f} s", highlight=False)
-        async with KvferryClient(cluster.base_url) as client:
-            conversation = await _converse(client, options, script, console)
-        console.print("starting one aggregated worker without reuse, for comparison")
+    async with contextlib.AsyncExitStack() as stack:
+        ray_holder = Controller(config)
+        stack.push_async_callback(asyncio.to_thread, ray_holder.close)
+        await asyncio.to_thread(ray_holder.connect)
+        async with running_cluster(config, progress=progress) as cluster:
+            startup_s = time.perf_counter() - begun
+            console.print(f"serving at {cluster.base_url} after {startup_s:.1f} s", highlight=False)
+            async with KvferryClient(cluster.base_url) as client:
+                conversation = await _converse(client, options, script, console)
+        console.print("now one aggregated worker without reuse, for comparison")
         async with (
             running_cluster(plain_config, aggregated=True, progress=progress) as plain,
             KvferryClient(plain.base_url) as client,

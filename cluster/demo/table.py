@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -13,17 +14,19 @@ __all__ = ["print_rows"]
 
 
 def print_rows(console: Console, rows: Sequence[TurnRow], plain_ttft_ms: Sequence[float]) -> None:
-    """One row a turn; `plain_ttft_ms` are the times to the first token without reuse, or empty."""
-    table = Table(title="what each turn reused, moved and computed", show_lines=True)
-    for heading in ("turn", "prompt", "reused\nctx", "reused\ngen", "recom-\nputed", "ctx->gen", "gen->ctx", "TTFT ms"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    """One row a turn, then its text; `plain_ttft_ms` are the times to the first token without reuse, or empty."""
+    table = Table(
+        title="what each turn reused, computed and moved", box=box.SIMPLE_HEAD, padding=(0, 1), title_justify="left"
+    )
+    headings = ["turn", "prompt", "reused\non ctx", "reused\non gen", "com-\nputed", "ctx->gen\nblocks, MiB"]
+    headings += ["gen->ctx\nblocks, MiB", "TTFT\nms"]
     if plain_ttft_ms:
-        table.add_column("without\nreuse", justify="right", no_wrap=True)
-    table.add_column("text", overflow="fold", min_width=16)
+        headings.append("without\nreuse")
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
     for index, row in enumerate(rows):
-        name = str(row.turn) if row.parent_turn == row.turn - 1 else f"{row.turn} (after {row.parent_turn})"
         cells = [
-            name,
+            _name(row),
             str(row.prompt_tokens),
             str(row.ctx_reused_tokens),
             str(row.gen_reused_tokens),
@@ -34,9 +37,16 @@ def print_rows(console: Console, rows: Sequence[TurnRow], plain_ttft_ms: Sequenc
         ]
         if plain_ttft_ms:
             cells.append(f"{plain_ttft_ms[index]:.0f}")
-        table.add_row(*cells, row.text.replace("[", r"\["))
+        table.add_row(*cells)
     console.print(table)
+    for row in rows:
+        console.print(f"{_name(row):>5}  {row.text.strip()}", markup=False, highlight=False)
+
+
+def _name(row: TurnRow) -> str:
+    """The turn's number, with the turn it follows when that is not the one before."""
+    return str(row.turn) if row.parent_turn == row.turn - 1 else f"{row.parent_turn}->{row.turn}"
 
 
 def _moved(blocks: int, size: int) -> str:
-    return f"{blocks} bl\n{size / (1 << 20):.1f} MiB" if blocks else "-"
+    return f"{blocks}, {size / (1 << 20):.1f}" if blocks else "-"
