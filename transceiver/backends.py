@@ -1,0 +1,27 @@
+"""Which transport a configuration means. The UCX one is imported only when it is chosen."""
+
+from __future__ import annotations
+
+from transceiver.config import CacheTransceiverConfig, TransceiverBackend
+from transceiver.errors import TransportUnavailableError
+from transceiver.testing import FaultInjector
+from transceiver.transport import Transport
+
+__all__ = ["make_transport"]
+
+
+def make_transport(
+    worker_id: str, config: CacheTransceiverConfig, host: str, faults: FaultInjector | None
+) -> Transport:
+    """The transport of `config.backend`, not opened yet. Raises TransportUnavailableError."""
+    match config.backend:
+        case TransceiverBackend.INPROC:
+            from transceiver.inproc import InprocTransport
+
+            return InprocTransport(worker_id, faults)
+        case TransceiverBackend.UCX:
+            if faults is not None:
+                raise TransportUnavailableError("the fault injector works with backend inproc only")
+            from transceiver.ucx import UcxTransport
+
+            return UcxTransport(host, config)

@@ -1,0 +1,71 @@
+"""Configuration of a cache transceiver: what may move, how fast it must end, and every bound a peer could exhaust.
+
+Nested into the cluster's configuration tree as `cache_transceiver_config`. Values only; it must import no transport.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+__all__ = ["BackflowMode", "CacheTransceiverConfig", "TransceiverBackend"]
+
+PositiveInt = Annotated[int, Field(ge=1)]
+
+
+class TransceiverBackend(StrEnum):
+    """Transport family."""
+
+    UCX = "ucx"
+    INPROC = "inproc"
+
+
+class BackflowMode(StrEnum):
+    """When the context side takes back what only the generation side has."""
+
+    AUTO = "auto"
+    EAGER = "eager"
+    OFF = "off"
+
+
+class CacheTransceiverConfig(BaseModel):
+    """How KV blocks travel between workers. Unknown keys are refused; the value is immutable."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    backend: TransceiverBackend = TransceiverBackend.UCX
+    """Transport: `ucx` between processes and hosts, `inproc` inside one process (tests, single-process runs)."""
+    kv_transfer_timeout_ms: PositiveInt = 60_000
+    """Longest time one transfer may take, from its request to its end (milliseconds). It cannot be switched off."""
+    verify: bool = True
+    """Send a digest per block and check it before the block is used; a mismatch is recomputed."""
+    kv_backflow: BackflowMode = BackflowMode.AUTO
+    """Return of the answer's blocks to the context side: when cheaper (`auto`), always (`eager`), never (`off`)."""
+    enable_pipelined_transfer: bool = False
+    """Send the blocks of a prefill chunk while the next one computes (block reuse off or `all_reusable` only)."""
+    ucx_tls: str = "tcp,cma"
+    """UCX transports that may be used, as in UCX_TLS."""
+    ucx_options: dict[str, str] = Field(default_factory=dict)
+    """Further UCX options by name without the UCX_ prefix; they win over the built-in ones."""
+    max_segment_bytes: PositiveInt = 4 << 20
+    """Longest single read; runs of adjacent pages are joined up to this size (bytes)."""
+    max_segments_in_flight: PositiveInt = 64
+    """Reads under way per transfer."""
+    max_publications: PositiveInt = 4096
+    """Grants open at once on the holding side; further ones are refused."""
+    max_pulls: PositiveInt = 1024
+    """Pulls open at once on the receiving side; further ones are refused."""
+    max_blocks_per_pull: PositiveInt = 1 << 20
+    """Blocks one request may name."""
+    max_links: PositiveInt = 1024
+    """Peers connected to this worker at once."""
+    connect_timeout_ms: PositiveInt = 5_000
+    """Longest time for connecting and the handshake (milliseconds)."""
+    early_request_ttl_ms: PositiveInt = 120_000
+    """How long a request that arrives before its publication is kept (milliseconds)."""
+    drain_timeout_ms: PositiveInt = 2_000
+    """After a time-out or cancel: how long reads under way may still run before the link is cut (milliseconds)."""
+    perf_csv: str | None = None
+    """File that gets one line per transfer (a header once); none by default."""

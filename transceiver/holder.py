@@ -1,0 +1,344 @@
+"""The holding side: grants, early requests, leases, and the answers to receivers. Runs in the loop.
+
+It never writes into a peer and never reads a peer's memory. A request is honoured only with the capability of a live
+grant, for its conversation and scope. Every end of a grant is told to the receiver that is using it.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from transceiver.errors import LinkClosedError
+from transceiver.handshake import sign
+from transceiver.loop_context import LoopContext, Timer
+from transceiver.publication import Publication
+from transceiver.transfer_state import TransferState
+from transceiver.transfer_types import TransferOutcome, TransferStatus
+from transceiver.transport import Link
+from transceiver.wire import Ack, Cancel, Digests, Grant, Message, PullRequest, Refuse, encode
+
+__all__ = ["HolderSide"]
+
+_log = logging.getLogger(__name__)
+_MAX_ENDED = 8192
+_MAX_PARKED = 1024
+
+
+@dataclass(slots=True, eq=False)
+class _ActivePull:
+    link: Link
+    request: PullRequest
+    publication: Publication
+    started: float
+    timer: Timer | None = None
+    reason: str = ""
+    status: TransferStatus = TransferStatus.CANCELLED
+    rows: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class _Parked:
+    link: Link
+    request: PullRequest
+    timer: Timer
+
+
+class HolderSide:
+    """All publications of one transceiver."""
+
+    def __init__(self, context: LoopContext, boot: bytes) -> None:
+        self._ctx = context
+        self._boot = boot
+        self._open: dict[str, Publication] = {}
+        self._active: dict[tuple[int, int], _ActivePull] = {}
+        self._ended: OrderedDict[str, str] = OrderedDict()
+        self._parked: dict[str, list[_Parked]] = {}
+
+    def token(self, transfer_id: str, conversation: bytes, scope: bytes) -> bytes:
+        """The capability of a grant: unguessable, good for one transfer id, conversation and scope of this process."""
+        return sign(self._ctx.secret, b"kvferry-grant", self._boot, transfer_id.encode(), conversation, scope)
+
+    @property
+    def open_count(self) -> int:
+        return len(self._open)
+
+    @property
+    def parked_count(self) -> int:
+        return sum(map(len, self._parked.values()))
+
+    # --- from the API -------------------------------------------------------------------------------------------
+
+    def add(self, publication: Publication) -> None:
+        """A new publication takes effect; a request that came earlier is answered now."""
+        if publication.transfer_id in self._open or publication.transfer_id in self._ended:
+            self._resolve(publication, TransferStatus.FAILED, "this transfer id was published before")
+            return
+        self._open[publication.transfer_id] = publication
+        self._ctx.stats.publications += 1
+        publication.timer = self._ctx.after(publication.lease_s, lambda: self._lease_over(publication))
+        if self._ctx.config.verify:
+            self._warm(publication)
+        for parked in self._parked.pop(publication.transfer_id, ()):
+            parked.timer.cancel()
+            self.on_request(parked.link, parked.request)
+
+    def cancel(self, publication: Publication) -> None:
+        """The owner wants this grant to end."""
+        self._stop(publication, TransferStatus.CANCELLED, "cancelled by the holder")
+
+    def close(self) -> None:
+        """End every grant: the process is going away."""
+        for publication in list(self._open.values()):
+            for active in self._of(publication):
+                self._tell(active.link, Cancel(active.request.pull_id, "failed", "the holder is shutting down"))
+            self._resolve(publication, TransferStatus.CANCELLED, "the transceiver was closed")
+        self._parked.clear()
+
+    # --- from the peer ------------------------------------------------------------------------------------------
+
+    def on_request(self, link: Link, request: PullRequest) -> None:
+        """A receiver names the blocks it lacks."""
+        stats = self._ctx.stats
+        if (id(link), request.pull_id) in self._active:
+            stats.stale_messages += 1
+            return
+        publication = self._open.get(request.transfer_id)
+        if publication is None:
+            self._unpublished(link, request)
+            return
+        refusal = self._refusal(publication, request)
+        if refusal is not None:
+            stats.refused_pulls += 1
+            self._tell(link, Refuse(request.pull_id, *refusal))
+            return
+        active = _ActivePull(link, request, publication, self._ctx.clock())
+        self._active[id(link), request.pull_id] = active
+        publication.machine.advance(TransferState.READY)
+        publication.machine.advance(TransferState.TRANSFERRING)
+        self._grant(active)
+
+    def _refusal(self, publication: Publication, request: PullRequest) -> tuple[str, str] | None:
+        if not hmac.compare_digest(publication.ticket.token, request.token):
+            return "token", "the token does not belong to this grant"
+        if publication.conversation != request.conversation:
+            return "conversation", "the grant belongs to another conversation"
+        if publication.scope != request.scope:
+            return "scope", "the grant belongs to another reuse scope"
+        if self._of(publication):
+            return "transfer_id", "another receiver is pulling this grant"
+        if sum(len(g.ordinals) for g in request.groups) > self._ctx.config.max_blocks_per_pull:
+            return "groups", "more blocks than max_blocks_per_pull"
+        return None
+
+    def _unpublished(self, link: Link, request: PullRequest) -> None:
+        """Either side may come first: keep a request whose token is genuine until its publication comes."""
+        ended = self._ended.get(request.transfer_id)
+        genuine = hmac.compare_digest(
+            self.token(request.transfer_id, request.conversation, request.scope), request.token
+        )
+        if ended is not None or not genuine:
+            self._ctx.stats.refused_pulls += 1
+            reason = f"the grant is over ({ended})" if ended else "no such grant: it is unknown to this process"
+            self._tell(link, Refuse(request.pull_id, "transfer_id", reason))
+            return
+        if self.parked_count >= _MAX_PARKED:
+            self._ctx.stats.refused_pulls += 1
+            self._tell(link, Refuse(request.pull_id, "queue", "too many early requests"))
+            return
+        waiting = self._parked.setdefault(request.transfer_id, [])
+        if any(entry.link is link and entry.request.pull_id == request.pull_id for entry in waiting):
+            self._ctx.stats.stale_messages += 1
+            return
+        ttl = min(self._ctx.config.early_request_ttl_ms, max(1, request.timeout_ms)) / 1000
+        timer = self._ctx.after(ttl, lambda: self._drop_parked(request.transfer_id, link, request.pull_id))
+        waiting.append(_Parked(link, request, timer))
+
+    def _unpark(self, transfer_id: str, link: Link, pull_id: int | None) -> bool:
+        kept: list[_Parked] = []
+        dropped: list[_Parked] = []
+        for entry in self._parked.get(transfer_id, ()):
+            same = entry.link is link and (pull_id is None or entry.request.pull_id == pull_id)
+            (dropped if same else kept).append(entry)
+        for entry in dropped:
+            entry.timer.cancel()
+        if kept:
+            self._parked[transfer_id] = kept
+        else:
+            self._parked.pop(transfer_id, None)
+        return bool(dropped)
+
+    def _drop_parked(self, transfer_id: str, link: Link, pull_id: int) -> None:
+        if self._unpark(transfer_id, link, pull_id):
+            self._tell(link, Refuse(pull_id, "transfer_id", "no publication came for this early request"))
+
+    def on_ack(self, link: Link, ack: Ack) -> None:
+        """The receiver is done with a pull, one way or the other."""
+        active = self._active.pop((id(link), ack.pull_id), None)
+        if active is None:
+            if not any(self._unpark(tid, link, ack.pull_id) for tid in list(self._parked)):
+                self._ctx.stats.stale_messages += 1
+            return
+        if active.timer is not None:
+            active.timer.cancel()
+        try:
+            status = TransferStatus(ack.status)
+        except ValueError:
+            status = TransferStatus.FAILED
+        reason = f"receiver: {ack.reason}" if ack.reason else ""
+        if active.reason and status is not TransferStatus.DONE:
+            status, reason = active.status, active.reason
+        self._resolve(active.publication, status, reason, active, ack)
+
+    def on_lost(self, link: Link, reason: str) -> None:
+        """Whoever was pulling over this link is gone."""
+        for key, active in list(self._active.items()):
+            if active.link is link:
+                del self._active[key]
+                if active.timer is not None:
+                    active.timer.cancel()
+                status = active.status if active.reason else TransferStatus.FAILED
+                self._resolve(active.publication, status, active.reason or f"receiver lost: {reason}", active)
+        for transfer_id in list(self._parked):
+            self._unpark(transfer_id, link, None)
+
+    # --- inside -------------------------------------------------------------------------------------------------
+
+    def _of(self, publication: Publication) -> list[_ActivePull]:
+        return [active for active in self._active.values() if active.publication is publication]
+
+    def _grant(self, active: _ActivePull) -> None:
+        request, storage = active.request, self._ctx.storage
+        pages_of, generations_of, keys = [], [], []
+        for group in request.groups:
+            if group.group >= len(storage.layout.groups):
+                count = len(group.ordinals)
+                pages, generations = np.full(count, -1, np.int32), np.zeros(count, np.uint64)
+            else:
+                pages, generations = active.publication.find(group.group, group.ordinals, group.valid_tokens)
+                held = np.flatnonzero(pages >= 0)
+                stale = storage.generations(group.group)[pages[held]] != generations[held]
+                self._ctx.stats.stale_generations += int(stale.sum())
+                pages[held[stale]] = -1
+            pages_of.append(pages)
+            generations_of.append(generations)
+            keys += list(
+                zip([group.group] * len(pages), pages.tolist(), generations.tolist(), group.valid_tokens.tolist(),
+                    strict=True)
+            )  # fmt: skip
+        pages = np.concatenate([np.empty(0, np.int32), *pages_of])
+        generations = np.concatenate([np.empty(0, np.uint64), *generations_of])
+        rows = np.arange(len(pages), dtype=np.int32)
+        digests = self._known_digests(keys) if request.verify else b""
+        self._tell(active.link, Grant(request.pull_id, 1, rows, pages, generations, digests))
+        wanted = [row for row, key in enumerate(keys) if key[1] >= 0]
+        if request.verify and wanted and not digests:
+            self._ctx.in_background(
+                lambda: self._ctx.digests.compute(keys[row] for row in wanted),
+                lambda result: self._send_digests(active, wanted, result),
+            )
+
+    def _known_digests(self, keys: list[tuple[int, int, int, int]]) -> bytes:
+        digests = []
+        for key in keys:
+            digest = self._ctx.digests.find(*key) if key[1] >= 0 else bytes(16)
+            if digest is None:
+                return b""
+            digests.append(digest)
+        return b"".join(digests)
+
+    def _send_digests(self, active: _ActivePull, wanted: list[int], result: list[bytes] | BaseException) -> None:
+        if self._active.get((id(active.link), active.request.pull_id)) is not active:
+            return
+        if isinstance(result, BaseException):
+            _log.error("digests of %s failed: %r", active.publication.transfer_id, result)
+            self._stop(active.publication, TransferStatus.FAILED, f"the holder could not hash its blocks: {result}")
+            return
+        rows = np.asarray(wanted, dtype=np.int32)
+        self._tell(active.link, Digests(active.request.pull_id, rows, b"".join(result)))
+
+    def _warm(self, publication: Publication) -> None:
+        """Hash published blocks before anybody asks."""
+        keys = [
+            (table.group, int(page), int(generation), int(valid))
+            for table in publication.tables()
+            for page, generation, valid in zip(table.pages, table.generations, table.valid_tokens, strict=True)
+        ]
+        missing = [key for key in keys if self._ctx.digests.find(*key) is None]
+        for start in range(0, len(missing), 16):
+            part = missing[start : start + 16]
+            self._ctx.in_background(lambda part=part: self._warm_part(publication, part), self._warmed)  # type: ignore[misc]
+
+    def _warm_part(self, publication: Publication, keys: list[tuple[int, int, int, int]]) -> None:
+        if not publication.future.done():
+            self._ctx.digests.compute(keys)
+
+    def _warmed(self, result: BaseException | None) -> None:
+        if isinstance(result, BaseException):
+            _log.error("hashing published blocks failed: %r", result)
+
+    def _lease_over(self, publication: Publication) -> None:
+        self._stop(publication, TransferStatus.TIMED_OUT, "the lease ran out before the receiver was done")
+
+    def _stop(self, publication: Publication, status: TransferStatus, reason: str) -> None:
+        """End a grant: at once when nobody pulls, else after the receiver let go (or a bounded wait)."""
+        if publication.future.done():
+            return
+        pulling = self._of(publication)
+        if not pulling:
+            self._resolve(publication, status, reason)
+            return
+        for active in pulling:
+            if active.reason:
+                continue
+            active.status, active.reason = status, reason
+            self._tell(active.link, Cancel(active.request.pull_id, status.value, reason))
+            wait = self._ctx.config.drain_timeout_ms / 1000
+            active.timer = self._ctx.after(wait, lambda active=active: self._abandon(active))  # type: ignore[misc]
+
+    def _abandon(self, active: _ActivePull) -> None:
+        """The receiver did not let go in time. It may read on: the generation check keeps that harmless."""
+        if self._active.pop((id(active.link), active.request.pull_id), None) is not None:
+            self._resolve(active.publication, active.status, active.reason, active)
+
+    def _resolve(
+        self, publication: Publication, status: TransferStatus, reason: str, active: _ActivePull | None = None,
+        ack: Ack | None = None,
+    ) -> None:  # fmt: skip
+        if publication.future.done():
+            return
+        if status is TransferStatus.DONE and not publication.machine.end(status):
+            status, reason = TransferStatus.FAILED, "the receiver acknowledged a transfer that had not begun"
+        publication.machine.end(status)
+        if publication.timer is not None:
+            publication.timer.cancel()
+        if self._open.get(publication.transfer_id) is publication:
+            del self._open[publication.transfer_id]
+            self._ended[publication.transfer_id] = status.value
+            while len(self._ended) > _MAX_ENDED:
+                self._ended.popitem(last=False)
+        for key, other in list(self._active.items()):
+            if other.publication is publication:
+                del self._active[key]
+        counter = f"sent_{status.value}"
+        setattr(self._ctx.stats, counter, getattr(self._ctx.stats, counter) + 1)
+        now = self._ctx.clock()
+        seconds = {"total": now - publication.created}
+        if active is not None:
+            seconds["queue"], seconds["transfer"] = active.started - publication.created, now - active.started
+        publication.future.set_result(
+            TransferOutcome(
+                status, reason, blocks=ack.blocks if ack else 0, bytes=ack.nbytes if ack else 0,
+                transport=active.link.transport if active else "", seconds=seconds,
+            )
+        )  # fmt: skip
+
+    def _tell(self, link: Link, message: Message) -> None:
+        try:
+            link.send(encode(message))
+        except LinkClosedError as error:
+            _log.debug("%s not sent: %s", type(message).__name__, error)  # the loss of the link resolves the rest

@@ -1,0 +1,108 @@
+"""What the parts of a transceiver's loop share: clock, timers, the digest thread, configuration, counters.
+
+Everything here belongs to the loop's thread except `post`, which any thread may call. Timers and posted calls run
+inside the loop, one after the other: no other locking exists in the protocol.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import queue
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from typing import TypeVar
+
+from kvcache.storage.page_storage import PageStorage
+from transceiver.config import CacheTransceiverConfig
+from transceiver.digest import DigestCache
+from transceiver.stats import PerfCsv, TransceiverStats
+from transceiver.transport import Transport
+
+__all__ = ["LoopContext", "Timer"]
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Timer:
+    """A call at a time; `cancel` forgets it."""
+
+    __slots__ = ("action",)
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self.action: Callable[[], None] | None = action
+
+    def cancel(self) -> None:
+        """Never run. Idempotent."""
+        self.action = None
+
+
+class LoopContext:
+    """Shared by the peer table, the holder side and the receiver side of one transceiver."""
+
+    def __init__(
+        self, worker_id: str, storage: PageStorage, config: CacheTransceiverConfig, secret: bytes,
+        transport: Transport, executor: Executor, clock: Callable[[], float],
+    ) -> None:  # fmt: skip
+        self.worker_id = worker_id
+        self.storage = storage
+        self.config = config
+        self.secret = secret
+        self.transport = transport
+        self.clock = clock
+        self.digests = DigestCache(storage)
+        self.stats = TransceiverStats()
+        self.csv = PerfCsv(config.perf_csv)
+        self.registrations: dict[int, int] = {}  # group -> registration of its pool
+        self._executor = executor
+        self._posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._timers: list[tuple[float, int, Timer]] = []
+        self._order = itertools.count()
+
+    def post(self, action: Callable[[], None]) -> None:
+        """Run `action` in the loop soon. Any thread; never blocks."""
+        self._posted.put(action)
+        self.transport.wake()
+
+    def after(self, seconds: float, action: Callable[[], None]) -> Timer:
+        """Run `action` in the loop after `seconds`."""
+        timer = Timer(action)
+        heapq.heappush(self._timers, (self.clock() + seconds, next(self._order), timer))
+        return timer
+
+    def in_background(self, work: Callable[[], T], then: Callable[[T | BaseException], None]) -> None:
+        """Run `work` in the digest thread and `then(result or exception)` in the loop."""
+
+        def done(future: Future[T]) -> None:
+            if not future.cancelled():
+                error = future.exception()
+                self.post(lambda: then(future.result() if error is None else error))
+
+        self._executor.submit(work).add_done_callback(done)
+
+    def run_due(self) -> float:
+        """Run posted calls and due timers; returns the seconds until the next timer (at most 1)."""
+        while True:
+            try:
+                action = self._posted.get_nowait()
+            except queue.Empty:
+                break
+            self._run(action)
+        now = self.clock()
+        while self._timers and self._timers[0][0] <= now:
+            due = heapq.heappop(self._timers)[2]
+            if due.action is not None:
+                self._run(due.action)
+        while self._timers and self._timers[0][2].action is None:
+            heapq.heappop(self._timers)
+        if not self._posted.empty():
+            return 0.0
+        return min(1.0, max(0.0, self._timers[0][0] - self.clock())) if self._timers else 1.0
+
+    def _run(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception:
+            _log.exception("worker %s: an action of the transceiver's loop failed", self.worker_id)

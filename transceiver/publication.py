@@ -1,0 +1,83 @@
+"""One grant of this side's blocks: what is published, under which capability, until when, and how it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.block_table import BlockTable
+from transceiver.loop_context import Timer
+from transceiver.transfer_state import TransferState, TransferStateMachine
+from transceiver.transfer_types import GrantTicket, TransferOutcome
+
+__all__ = ["Publication"]
+
+
+class Publication:
+    """Blocks that a peer may pull. The caller keeps their pages pinned until `future` resolves.
+
+    `future` resolves with DONE when the receiver acknowledged, FAILED when it reported a failure or was lost,
+    CANCELLED, or TIMED_OUT when the lease ran out. It never raises for a peer's fault.
+    """
+
+    def __init__(
+        self, ticket: GrantTicket, tables: tuple[BlockTable, ...], conversation: bytes, scope: bytes, lease_s: float,
+        created: float, request_cancel: Callable[[Publication], None],
+    ) -> None:  # fmt: skip
+        self.ticket = ticket
+        self.future: Future[TransferOutcome] = Future()
+        self.conversation = conversation
+        self.scope = scope
+        self.lease_s = lease_s
+        self.created = created
+        self.machine = TransferStateMachine()
+        self.timer: Timer | None = None
+        self._request_cancel = request_cancel
+        self._tables: dict[int, list[BlockTable]] = {}
+        self.add(tables)
+
+    @property
+    def transfer_id(self) -> str:
+        return self.ticket.transfer_id
+
+    @property
+    def state(self) -> TransferState:
+        """Where this transfer stands (a snapshot)."""
+        return self.machine.state
+
+    def cancel(self) -> bool:
+        """Ask to end this grant; any thread. True when it is over now, False when a peer may still be reading.
+
+        After False the caller keeps the pages until `future` resolves; the peer is told at once.
+        """
+        if self.future.done():
+            return True
+        self._request_cancel(self)
+        return self.future.done()
+
+    def add(self, tables: tuple[BlockTable, ...]) -> None:
+        """Add rows (loop only after publishing)."""
+        for table in tables:
+            self._tables.setdefault(table.group, []).append(table)
+
+    def tables(self) -> list[BlockTable]:
+        """Everything published so far."""
+        return [table for tables in self._tables.values() for table in tables]
+
+    def find(
+        self, group: int, ordinals: NDArray[np.int32], valid_tokens: NDArray[np.int32]
+    ) -> tuple[NDArray[np.int32], NDArray[np.uint64]]:
+        """(pages, generations) of the wanted ordinals; page -1 where a block, or enough of its tokens, is not here."""
+        pages = np.full(len(ordinals), -1, dtype=np.int32)
+        generations = np.zeros(len(ordinals), dtype=np.uint64)
+        for table in self._tables.get(group, ()):
+            if not len(table):
+                continue
+            at = np.minimum(np.searchsorted(table.ordinals, ordinals), len(table) - 1)
+            found = (table.ordinals[at] == ordinals) & (table.valid_tokens[at] >= valid_tokens)
+            pages[found] = table.pages[at][found]
+            generations[found] = table.generations[at][found]
+        return pages, generations

@@ -1,0 +1,367 @@
+"""The receiving side of one transfer: asks, reads, checks generations, then digests, reports. Runs in the loop.
+
+Only this side's own reads ever write into the destination pages. `settled` resolves when none can do so any more; until
+then the pages are in quarantine. A block that fails a check is named in the outcome and must not be used.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.block_table import BlockTable
+from transceiver.digest import DIGEST_BYTES, block_digest
+from transceiver.errors import LinkClosedError, TransceiverError
+from transceiver.loop_context import LoopContext, Timer
+from transceiver.transfer_state import TransferState, TransferStateMachine
+from transceiver.transfer_types import GrantTicket, TransferOutcome, TransferStatus
+from transceiver.wire import Ack, Cancel, Digests, Grant, GroupRows, PullRequest, Refuse, encode
+
+if TYPE_CHECKING:
+    from transceiver.peers import Peer
+
+__all__ = ["Pull", "Read"]
+
+_log = logging.getLogger(__name__)
+_INLINE_HASH_BYTES = 128 << 10  # below this a hop to the digest thread costs more than the hash
+_UNKNOWN, _MISSING = -2, -1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Read:
+    """One read under way; `rows` None: generation numbers."""
+
+    pull: Pull
+    rows: NDArray[np.int64] | None
+
+
+class Pull:
+    """Blocks on their way into this side's pages. Made by `CacheTransceiver.pull`.
+
+    `future` resolves once with the outcome and never raises for a peer's fault. `settled` resolves when no operation
+    may touch the destination pages any more: only then may they be freed. FAILED with `bad_ordinals` means that
+    exactly those blocks did not arrive whole; all others are verified.
+    """
+
+    def __init__(
+        self, context: LoopContext, pull_id: int, ticket: GrantTicket, tables: tuple[BlockTable, ...],
+        conversation: bytes, scope: bytes, timeout_s: float, on_settled: Callable[[Pull], None],
+    ) -> None:  # fmt: skip
+        self.ticket = ticket
+        self.future: Future[TransferOutcome] = Future()
+        self.settled: Future[None] = Future()
+        self.pull_id = pull_id
+        self._ctx = context
+        self._tables = tables
+        self._identity = (conversation, scope)
+        self._timeout_s = timeout_s
+        self._on_settled = on_settled
+        self._machine = TransferStateMachine()
+        self._timer: Timer | None = None
+        self._peer: Peer | None = None
+        self._created = context.clock()
+        self._marks: dict[str, float] = {}
+        empty = np.empty(0, np.int32)
+        self._group = np.concatenate([empty, *(np.full(len(t), t.group, np.int32) for t in tables)])
+        self._ordinal = np.concatenate([empty, *(t.ordinals for t in tables)])
+        self._valid = np.concatenate([empty, *(t.valid_tokens for t in tables)])
+        self._page = np.concatenate([empty, *(t.pages for t in tables)])
+        self._remote = np.full(len(self._page), _UNKNOWN, np.int32)
+        self._generation = np.zeros(len(self._page), np.uint64)
+        self._bad = np.zeros(len(self._page), np.bool_)
+        self._queue: deque[NDArray[np.int64]] = deque()
+        self._reads = 0
+        self._hashing = 0
+        self._last = False
+        self._scratch: dict[int, tuple[int, NDArray[np.uint64]]] = {}
+        self._checking = False
+        self._expected: dict[int, bytes] = {}
+        self._actual: dict[int, bytes] = {}
+        self._bytes = 0
+        self._segments = 0
+
+    # --- any thread ---------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> TransferState:
+        """Where this transfer stands (a snapshot)."""
+        return self._machine.state
+
+    def cancel(self) -> bool:
+        """Ask to stop. True when nothing touches the pages any more, False: not yet, wait for `settled`."""
+        if not self.settled.done():
+            self._ctx.post(lambda: self.fail(TransferStatus.CANCELLED, "cancelled by the receiver"))
+        return self.settled.done()
+
+    # --- loop ---------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """The deadline runs from here on."""
+        self._timer = self._ctx.after(
+            self._timeout_s, lambda: self.fail(TransferStatus.TIMED_OUT, f"not done within {self._timeout_s:g} s")
+        )
+
+    def on_link(self, peer: Peer) -> None:
+        """The link to the holder is ready: ask."""
+        if not self._machine.advance(TransferState.READY):
+            return
+        self._peer = peer
+        self._marks["connect"] = self._ctx.clock()
+        groups = tuple(GroupRows(t.group, t.ordinals, t.valid_tokens) for t in self._tables)
+        request = PullRequest(
+            self.pull_id, self.ticket.transfer_id, self.ticket.token, *self._identity, int(self._ctx.config.verify),
+            int(self._timeout_s * 1000), groups,
+        )  # fmt: skip
+        try:
+            peer.link.send(encode(request))
+        except LinkClosedError as error:
+            self.fail(TransferStatus.FAILED, str(error))
+
+    def on_refuse(self, message: Refuse) -> None:
+        """The holder does not serve this pull."""
+        self.fail(TransferStatus.FAILED, f"refused by the holder ({message.field}): {message.reason}", tell=False)
+
+    def on_cancel(self, message: Cancel) -> None:
+        """The holder ends the grant."""
+        status = TransferStatus.CANCELLED if message.status == "cancelled" else TransferStatus.FAILED
+        self.fail(status, f"ended by the holder: {message.reason}")
+
+    def on_lost(self, reason: str) -> None:
+        """The holder is gone; its reads were completed before this call."""
+        self.fail(TransferStatus.FAILED, f"holder lost: {reason}", tell=False)
+
+    def on_grant(self, message: Grant) -> None:
+        """Rows that may be read now."""
+        if self._machine.terminal or self._last or self._peer is None:
+            self._ctx.stats.stale_messages += 1
+            return
+        rows = message.rows
+        if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < len(self._page):
+            self.fail(TransferStatus.FAILED, "the holder granted rows that were not asked for")
+            return
+        if len(np.unique(rows)) != len(rows) or bool((self._remote[rows] != _UNKNOWN).any()):
+            self.fail(TransferStatus.FAILED, "the holder granted a row twice")
+            return
+        limits = np.asarray([self._peer.num_pages(g) for g in self._group[rows].tolist()], np.int64)
+        if bool(((message.pages < -1) | (message.pages >= limits)).any()):
+            self.fail(TransferStatus.FAILED, "the holder granted pages outside its pool")
+            return
+        self._marks.setdefault("grant", self._ctx.clock())
+        self._machine.advance(TransferState.TRANSFERRING)
+        self._remote[rows] = message.pages
+        self._generation[rows] = message.generations
+        self._bad[rows] |= message.pages == _MISSING
+        self._last = bool(message.last)
+        if message.digests:
+            self._store_digests(rows, message.digests)
+        self._plan(rows[message.pages >= 0].astype(np.int64))
+        self._pump()
+
+    def on_digests(self, message: Digests) -> None:
+        """Digests that were not ready with the grant."""
+        rows = message.rows
+        if self._machine.terminal or (len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < len(self._page)):
+            self._ctx.stats.stale_messages += 1
+            return
+        self._store_digests(rows, message.digests)
+        self._check_done()
+
+    def _store_digests(self, rows: NDArray[np.int32], digests: bytes) -> None:
+        for index, row in enumerate(rows.tolist()):
+            self._expected[row] = digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
+
+    def _plan(self, rows: NDArray[np.int64]) -> None:
+        """Join rows that are adjacent on both sides into reads of up to `max_segment_bytes`."""
+        if not len(rows):
+            return
+        rows = rows[np.lexsort((self._remote[rows], self._group[rows]))]
+        breaks = (
+            (np.diff(self._group[rows]) != 0) | (np.diff(self._remote[rows]) != 1) | (np.diff(self._page[rows]) != 1)
+        )
+        for run in np.split(rows, np.flatnonzero(breaks) + 1):
+            page_bytes = self._ctx.storage.region(int(self._group[run[0]])).page_bytes
+            step = max(1, self._ctx.config.max_segment_bytes // page_bytes)
+            self._queue.extend(run[start : start + step] for start in range(0, len(run), step))
+
+    def _pump(self) -> None:
+        peer = self._peer
+        assert peer is not None
+        while self._queue and self._reads < self._ctx.config.max_segments_in_flight and not self._machine.terminal:
+            rows = self._queue.popleft()
+            group = int(self._group[rows[0]])
+            region = self._ctx.storage.region(group)
+            size = region.page_bytes
+            try:
+                peer.link.get(
+                    region.address + int(self._page[rows[0]]) * size, len(rows) * size, peer.pool(group),
+                    int(self._remote[rows[0]]) * size, self._ctx.registrations[group], Read(self, rows),
+                )  # fmt: skip
+            except (LinkClosedError, TransceiverError) as error:
+                self.fail(TransferStatus.FAILED, str(error))
+                return
+            self._reads += 1
+            self._segments += 1
+        self._check_done()
+
+    def on_read(self, rows: NDArray[np.int64] | None, error: str | None) -> None:
+        """A read ended (`rows` None: one of generation numbers)."""
+        self._reads -= 1
+        if error is not None:
+            self.fail(TransferStatus.FAILED, f"a read failed: {error}")
+        elif not self._machine.terminal and rows is not None:
+            self._bytes += len(rows) * self._ctx.storage.region(int(self._group[rows[0]])).page_bytes
+            if self._ctx.config.verify:
+                self._hash(rows)
+            self._pump()
+        else:
+            self._check_done()
+        self._try_settle()
+
+    def _hash(self, rows: NDArray[np.int64]) -> None:
+        storage = self._ctx.storage
+        keys = list(zip(self._group[rows].tolist(), self._page[rows].tolist(), self._valid[rows].tolist(), strict=True))
+
+        def work() -> list[bytes]:
+            return [block_digest(storage, *key) for key in keys]
+
+        if len(rows) * storage.region(keys[0][0]).page_bytes <= _INLINE_HASH_BYTES:
+            self._actual.update(zip(rows.tolist(), work(), strict=True))
+            return
+
+        def done(result: list[bytes] | BaseException) -> None:
+            self._hashing -= 1
+            if isinstance(result, BaseException):
+                self.fail(TransferStatus.FAILED, f"could not hash received blocks: {result!r}")
+            else:
+                self._actual.update(zip(rows.tolist(), result, strict=True))
+                self._check_done()
+            self._try_settle()
+
+        self._hashing += 1
+        self._ctx.in_background(work, done)
+
+    def _check_done(self) -> None:
+        if self._machine.terminal or not self._last or self._queue or self._reads:
+            return
+        if not self._checking:
+            self._checking = True
+            self._marks["data"] = self._ctx.clock()
+            if self._read_generations():
+                return
+        if self._machine.state is not TransferState.TRANSFERRED:
+            self._check_generations()
+            self._machine.advance(TransferState.TRANSFERRED)
+        if self._hashing:
+            return
+        if self._ctx.config.verify:
+            arrived = np.flatnonzero(~self._bad).tolist()
+            if any(row not in self._expected for row in arrived):
+                return
+            for row in arrived:
+                self._ctx.stats.digests_checked += 1
+                if self._expected[row] != self._actual[row]:
+                    self._bad[row] = True
+                    self._ctx.stats.digest_mismatches += 1
+        self._finish()
+
+    def _read_generations(self) -> bool:
+        """Start reading the holder's generation numbers; False when no block was read."""
+        peer = self._peer
+        assert peer is not None
+        for group in np.unique(self._group[self._remote >= 0]).tolist():
+            pages = self._remote[(self._group == group) & (self._remote >= 0)]
+            low, high = int(pages.min()), int(pages.max()) + 1
+            scratch = np.zeros(high - low, np.uint64)
+            self._scratch[group] = (low, scratch)
+            try:
+                peer.link.get(
+                    scratch.ctypes.data, scratch.nbytes, peer.generations(group), low * 8, None, Read(self, None)
+                )
+            except (LinkClosedError, TransceiverError) as error:
+                self.fail(TransferStatus.FAILED, str(error))
+                return True
+            self._reads += 1
+        return bool(self._scratch)
+
+    def _check_generations(self) -> None:
+        for group, (low, scratch) in self._scratch.items():
+            rows = np.flatnonzero((self._group == group) & (self._remote >= 0))
+            stale = scratch[self._remote[rows] - low] != self._generation[rows]
+            self._ctx.stats.stale_generations += int(stale.sum())
+            self._bad[rows[stale]] = True
+
+    def _finish(self) -> None:
+        if not self._bad.any():
+            self._end(TransferStatus.DONE, "")
+            return
+        missing = int((self._remote == _MISSING).sum())
+        reason = f"{int(self._bad.sum())} of {len(self._bad)} blocks did not arrive whole"
+        self._end(TransferStatus.FAILED, f"{reason} ({missing} not held by the holder)" if missing else reason)
+
+    def fail(self, status: TransferStatus, reason: str, *, tell: bool = True) -> None:
+        """End without success; late calls change nothing."""
+        if self._machine.terminal:
+            return
+        self._bad[:] = True
+        self._end(status, reason, tell=tell)
+
+    def _end(self, status: TransferStatus, reason: str, *, tell: bool = True) -> None:
+        if not self._machine.end(status):
+            if not self._machine.end(TransferStatus.FAILED):
+                return
+            status, reason = TransferStatus.FAILED, f"impossible end in state {self.state}: {reason}"
+        if self._timer is not None:
+            self._timer.cancel()
+        self._queue.clear()
+        good = int((~self._bad).sum())
+        peer, now = self._peer, self._ctx.clock()
+        if tell and peer is not None:
+            try:
+                peer.link.send(encode(Ack(self.pull_id, status.value, reason[:2000], good, self._bytes)))
+            except LinkClosedError as error:
+                _log.debug("acknowledgement not sent: %s", error)
+        bad = tuple(zip(self._group[self._bad].tolist(), self._ordinal[self._bad].tolist(), strict=True))
+        transport = peer.link.transport if peer is not None else ""
+        outcome = TransferOutcome(status, reason, good, self._bytes, self._segments, transport, bad, self._seconds(now))
+        self._ctx.post(lambda: self._watch_drain(peer))
+        self.future.set_result(outcome)
+        self._try_settle()
+
+    def _seconds(self, now: float) -> dict[str, float]:
+        """Times of the phases; they add up to `total`."""
+        seconds, last = {}, self._created
+        for name, mark in (("queue", "connect"), ("prepare", "grant"), ("transfer", "data")):
+            at = self._marks.get(mark, last)
+            seconds[name], last = at - last, at
+        seconds["verify"] = now - last if "data" in self._marks else 0.0
+        seconds["total"] = now - self._created
+        return seconds
+
+    def _watch_drain(self, peer: Peer | None) -> None:
+        if peer is not None and not self.settled.done():
+            wait = self._ctx.config.drain_timeout_ms / 1000
+            self._timer = self._ctx.after(wait, lambda: self._cut(peer))
+
+    def _cut(self, peer: Peer) -> None:
+        if not self.settled.done() and self._reads:
+            _log.warning("pull %s: reads did not end within the drain time, cutting the link", self.ticket.transfer_id)
+            peer.cut("reads did not end within drain_timeout_ms")
+
+    def _try_settle(self) -> None:
+        if self._machine.terminal and not self._reads and not self._hashing:
+            self.force_settled()
+
+    def force_settled(self) -> None:
+        """Nothing can touch the pages any more (also called when the transport is gone)."""
+        if not self.settled.done():
+            if self._timer is not None:
+                self._timer.cancel()
+            self.settled.set_result(None)
+            self._on_settled(self)

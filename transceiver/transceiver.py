@@ -1,0 +1,289 @@
+"""`CacheTransceiver`: a worker's door for KV blocks. Publish what peers may take, pull what is missing here.
+
+Owns one loop thread and one digest thread; all protocol code runs in the loop. Called by workers from any thread. It
+knows block ranges and memory; it must never know a scheduler, a sequence or a text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from kvcache.block_table import BlockTable
+from kvcache.storage.page_storage import PageStorage
+from transceiver.backends import make_transport
+from transceiver.config import CacheTransceiverConfig
+from transceiver.errors import TransceiverClosedError, TransceiverError, TransceiverFullError
+from transceiver.handshake import MIN_SECRET_BYTES
+from transceiver.holder import HolderSide
+from transceiver.loop_context import LoopContext
+from transceiver.peers import PeerTable
+from transceiver.publication import Publication
+from transceiver.receiver import Pull
+from transceiver.stats import TransceiverStats
+from transceiver.testing import FaultInjector
+from transceiver.transfer_checks import check_tables, conversation_digest, perf_row
+from transceiver.transfer_types import GrantTicket, TransferOutcome, TransferStatus
+from transceiver.wire import RegionInfo
+
+__all__ = ["CacheTransceiver"]
+
+_log = logging.getLogger(__name__)
+_START_TIMEOUT_S = 30.0
+
+
+class CacheTransceiver:
+    """Moves KV blocks between this process's page storage and those of peers.
+
+    `storage` must outlive `close()`. `secret` (at least 16 bytes) is the cluster's; peers with another one are refused.
+    `host` is the address under which peers reach this machine. `faults` is for the inproc backend.
+    """
+
+    def __init__(
+        self, *, worker_id: str, storage: PageStorage, config: CacheTransceiverConfig, secret: bytes,
+        host: str = "127.0.0.1", clock: Callable[[], float] = time.monotonic, faults: FaultInjector | None = None,
+    ) -> None:  # fmt: skip
+        if len(secret) < MIN_SECRET_BYTES:
+            raise ValueError(f"the cluster secret has {len(secret)} bytes: use at least {MIN_SECRET_BYTES}")
+        if not 0 < len(worker_id) <= 256:
+            raise ValueError("worker_id needs 1 to 256 characters")
+        self._transport = make_transport(worker_id, config, host, faults)
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="kvferry-digest")
+        self._ctx = LoopContext(worker_id, storage, config, secret, self._transport, self._executor, clock)
+        self._holder = HolderSide(self._ctx, secrets.token_bytes(16))
+        self._peers: PeerTable | None = None
+        self._pulls: dict[int, Pull] = {}
+        self._open_publications: set[Publication] = set()
+        self._lock = threading.Lock()
+        self._pull_ids = itertools.count(1)
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._address = ""
+
+    # --- life ---------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Register the pools, listen, start the loop. Blocks until peers can connect.
+
+        Raises TransportUnavailableError (what to install or change) or TransceiverError.
+        """
+        if self._thread is not None:
+            raise TransceiverError("a transceiver starts once")
+        started: Future[None] = Future()
+        self._thread = threading.Thread(
+            target=self._run, args=(started,), name=f"kvferry-transceiver-{self._ctx.worker_id}", daemon=True
+        )
+        self._thread.start()
+        started.result(_START_TIMEOUT_S)
+
+    @property
+    def address(self) -> str:
+        """Where peers connect: ``ucx://host:port`` or ``inproc://worker-id``."""
+        if not self._address:
+            raise TransceiverClosedError("start the transceiver first")
+        return self._address
+
+    def close(self) -> None:
+        """End every transfer (CANCELLED), cut all links, stop the threads. Blocks up to a few seconds. Idempotent."""
+        self._stop.set()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            self._transport.wake()
+            thread.join(_START_TIMEOUT_S)
+            if thread.is_alive():
+                raise TransceiverError("the transceiver's loop did not stop; its memory must not be freed")
+        self._executor.shutdown(wait=True, cancel_futures=True)
+        self._ctx.csv.close()
+
+    def __enter__(self) -> CacheTransceiver:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- transfers ----------------------------------------------------------------------------------------------
+
+    def publish(
+        self, transfer_id: str, tables: tuple[BlockTable, ...], *, conversation_id: str | None, scope: bytes,
+        lease_s: float,
+    ) -> Publication:  # fmt: skip
+        """Let one receiver pull these blocks; returns at once with the ticket to hand to it.
+
+        The pages stay the caller's, who keeps them pinned until `Publication.future` resolves, `lease_s` seconds from
+        now at the latest (plus a bounded wait when a receiver is reading). Raises TransceiverFullError.
+        """
+        self._check_running()
+        conversation = conversation_digest(conversation_id)
+        blocks = self._ctx.storage.layout.tokens_per_block
+        tokens = max((int(t.ordinals[-1]) * blocks + int(t.valid_tokens[-1]) for t in tables if len(t)), default=0)
+        ticket = GrantTicket(
+            self.address, transfer_id, self._holder.token(transfer_id, conversation, scope), tokens,
+            sum(len(t) for t in tables),
+        )  # fmt: skip
+        publication = Publication(
+            ticket, tables, conversation, scope, lease_s, self._ctx.clock(),
+            lambda p: self._ctx.post(lambda: self._holder.cancel(p)),
+        )  # fmt: skip
+        with self._lock:
+            if len(self._open_publications) >= self._ctx.config.max_publications:
+                raise TransceiverFullError("max_publications grants are open: try again later")
+            self._open_publications.add(publication)
+        publication.future.add_done_callback(lambda _: self._published(publication))
+        self._ctx.post(lambda: self._holder.add(publication))
+        return publication
+
+    def pull(
+        self, ticket: GrantTicket, tables: tuple[BlockTable, ...], *, conversation_id: str | None, scope: bytes,
+        timeout_s: float,
+    ) -> Pull:  # fmt: skip
+        """Read the blocks of `tables` (wanted ordinals, pages of this side that receive them); returns at once.
+
+        The pages belong to the transfer until `Pull.settled` resolves. An empty list is legal and releases the holder.
+        `timeout_s` is cut to kv_transfer_timeout_ms. Raises TransceiverFullError, and ValueError for impossible tables.
+        """
+        self._check_running()
+        check_tables(self._ctx.storage, tables)
+        timeout_s = min(timeout_s, self._ctx.config.kv_transfer_timeout_ms / 1000)
+        pull = Pull(
+            self._ctx, next(self._pull_ids), ticket, tables, conversation_digest(conversation_id), scope, timeout_s,
+            self._settled,
+        )  # fmt: skip
+        with self._lock:
+            if len(self._pulls) >= self._ctx.config.max_pulls:
+                raise TransceiverFullError("max_pulls pulls are open: try again later")
+            self._pulls[pull.pull_id] = pull
+        self._ctx.post(lambda: self._begin(pull))
+        return pull
+
+    def prepare(self, tables: tuple[BlockTable, ...]) -> None:
+        """Hash committed blocks now, in the background, so that a later hand-off finds their digests. Never blocks."""
+        if not self._ctx.config.verify or self._stop.is_set():
+            return
+        rows = [
+            (t.group, int(p), int(g), int(v))
+            for t in tables
+            for p, g, v in zip(t.pages, t.generations, t.valid_tokens, strict=True)
+        ]
+        self._ctx.in_background(lambda: self._ctx.digests.compute(rows), _report)
+
+    # --- reports ------------------------------------------------------------------------------------------------
+
+    def stats(self) -> TransceiverStats:
+        """A snapshot of all counters."""
+        with self._lock:
+            pulls = list(self._pulls.values())
+            publications = len(self._open_publications)
+        return dataclasses.replace(
+            self._ctx.stats,
+            open_publications=publications,
+            open_pulls=sum(not pull.future.done() for pull in pulls),
+            quarantined_pulls=sum(pull.future.done() for pull in pulls),
+            parked_requests=self._holder.parked_count,
+            links={key: dataclasses.replace(value) for key, value in list(self._ctx.stats.links.items())},
+        )
+
+    def links(self) -> dict[str, str]:
+        """Worker id of every connected peer -> the transport that moves the bytes, as found out from the fabric.
+
+        Blocks until the loop has answered (at most a second; then it is empty).
+        """
+        if self._peers is None or self._stop.is_set():
+            return {}
+        answer: Future[dict[str, str]] = Future()
+        peers = self._peers
+        self._ctx.post(lambda: answer.set_result(peers.links()))
+        try:
+            return answer.result(1.0)
+        except TimeoutError:
+            return {}
+
+    # --- inside -------------------------------------------------------------------------------------------------
+
+    def _check_running(self) -> None:
+        if self._thread is None or self._stop.is_set() or not self._address:
+            raise TransceiverClosedError("the transceiver is not running: call start() first, nothing after close()")
+
+    def _begin(self, pull: Pull) -> None:
+        assert self._peers is not None
+        pull.start()
+        if not pull.future.done():
+            self._peers.attach(pull)
+
+    def _published(self, publication: Publication) -> None:
+        with self._lock:
+            self._open_publications.discard(publication)
+
+    def _settled(self, pull: Pull) -> None:
+        with self._lock:
+            self._pulls.pop(pull.pull_id, None)
+        if self._peers is not None:
+            self._peers.detach(pull)
+        stats, outcome = self._ctx.stats, pull.future.result()
+        name = f"received_{outcome.status.value}"
+        setattr(stats, name, getattr(stats, name) + 1)
+        stats.pulls += 1
+        stats.blocks_received += outcome.blocks
+        stats.bytes_received += outcome.bytes
+        stats.segments_received += outcome.segments
+        self._ctx.csv.write(perf_row(pull.ticket, outcome))
+
+    def _run(self, started: Future[None]) -> None:
+        try:
+            self._peers = self._open()
+        except BaseException as error:
+            self._transport.close()
+            started.set_exception(error)
+            return
+        started.set_result(None)
+        try:
+            while not self._stop.is_set():
+                wait = self._ctx.run_due()
+                if not self._stop.is_set():
+                    self._transport.poll(wait)
+        except Exception:
+            _log.exception("the transceiver's loop of worker %s failed; every transfer ends", self._ctx.worker_id)
+        finally:
+            self._shut_down()
+
+    def _open(self) -> PeerTable:
+        storage, transport, regions = self._ctx.storage, self._transport, []
+        peers = PeerTable(self._ctx, self._holder, lambda: secrets.token_bytes(16))
+        transport.open(peers)
+        for group in range(len(storage.layout.groups)):
+            for kind, region in enumerate((storage.region(group), storage.generations_region(group))):
+                handle, key = transport.register(region)
+                if kind == 0:
+                    self._ctx.registrations[group] = handle
+                regions.append(RegionInfo(kind, group, region.address, region.nbytes, region.page_bytes, key))
+        peers.own_regions = tuple(regions)
+        self._address = transport.address
+        return peers
+
+    def _shut_down(self) -> None:
+        self._stop.set()
+        self._ctx.run_due()
+        for pull in list(self._pulls.values()):
+            pull.fail(TransferStatus.CANCELLED, "the transceiver was closed")
+        self._holder.close()
+        assert self._peers is not None
+        self._peers.close()
+        self._transport.close()
+        self._executor.shutdown(wait=True, cancel_futures=True)
+        for pull in list(self._pulls.values()):
+            pull.force_settled()
+        with self._lock:
+            late = [publication for publication in self._open_publications if not publication.future.done()]
+        for publication in late:
+            publication.future.set_result(TransferOutcome(TransferStatus.CANCELLED, "the transceiver was closed"))
+
+
+def _report(result: object) -> None:
+    if isinstance(result, BaseException):
+        _log.error("hashing committed blocks failed: %r", result)
