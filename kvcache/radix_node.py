@@ -173,10 +173,10 @@ class RadixNode:
         found: list[RadixNode] = []
         for step, first in ((1, place), (-1, place - 1)):
             index = first
-            while 0 <= index < len(self.keys) and len(found) < limit:
+            while 0 <= index < len(self.keys):
                 other = self.keys[index]
                 shared = common_prefix(query, np.frombuffer(other, dtype=np.int32))
-                if shared == 0 or shared < best:
+                if shared == 0 or shared < best or (shared == best and len(found) >= limit):
                     break
                 if shared > best:
                     best, found = shared, []
