@@ -32,25 +32,26 @@ class DemoScript:
         return path[::-1]
 
 
+# The small model ends each of these answers by itself.
 _SYSTEM = (
-    "You are the harbour guide of Port Ellen, a small town by the sea. You answer questions of visitors in one "
-    "short and friendly sentence, and then you stop. Facts that you know: the ferry to the island leaves from "
-    "pier three at nine in the morning, at noon and at five in the afternoon. A ticket costs four pounds for "
-    "grown-ups and two pounds for children; bicycles travel free. The crossing takes forty minutes. The "
-    "lighthouse on the island is open on every day but Monday, and its keeper, Mrs. Moore, bakes scones on "
-    "Sundays. The fish market is beside pier one and closes at two. The last bus to the city leaves the square at "
-    "half past eight in the evening. If you do not know an answer, say so politely and point to the harbour "
-    "office, the blue house at the end of the quay, where somebody is on duty until six."
+    "You are a friendly and patient teacher who answers the questions of young pupils. Keep to these rules. "
+    "Answer in one short and complete sentence, never in a list. Use simple words that a child of ten knows, and "
+    "explain a hard word when you cannot avoid it. Say only what is true, and say that you do not know when you "
+    "do not know. Do not repeat the question, do not greet, do not ask anything back, and do not add advice or "
+    "jokes. Numbers are written as digits, and units are metric. The pupils come from many countries, so name "
+    "things by their common English names. The lesson today is about the world we live in: countries and their "
+    "capitals, oceans and rivers, mountains, animals and plants, the sky and the weather. When a pupil says thank "
+    "you, answer that they are welcome."
 )
 
 DEMO_SCRIPT = DemoScript(
     system=_SYSTEM,
     turns=(
-        DemoTurn(0, "Good morning! When does the first ferry leave?"),
-        DemoTurn(1, "And how much is a ticket for a child?"),
-        DemoTurn(2, "May I take my bicycle with me?"),
-        DemoTurn(3, "How long does the crossing take?"),
-        DemoTurn(4, "Thank you. Is the lighthouse open on Monday?"),
-        DemoTurn(2, "Where can I buy fresh fish before I go?"),
+        DemoTurn(0, "What is the capital of France?"),
+        DemoTurn(1, "Which river flows through it?"),
+        DemoTurn(2, "What is the largest ocean?"),
+        DemoTurn(3, "Which animals live there?"),
+        DemoTurn(4, "Thank you for the lesson!"),
+        DemoTurn(2, "And which river flows through London?"),
     ),
 )

@@ -16,7 +16,10 @@ __all__ = ["print_rows"]
 def print_rows(console: Console, rows: Sequence[TurnRow], plain_ttft_ms: Sequence[float]) -> None:
     """One row a turn, then its text; `plain_ttft_ms` are the times to the first token without reuse, or empty."""
     table = Table(
-        title="what each turn reused, computed and moved", box=box.SIMPLE_HEAD, padding=(0, 1), title_justify="left"
+        title="what each turn reused, computed and moved",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 0, 0, 1),
+        title_justify="left",
     )
     headings = ["turn", "prompt", "reused\non ctx", "reused\non gen", "com-\nputed", "ctx->gen\nblocks, MiB"]
     headings += ["gen->ctx\nblocks, MiB", "TTFT\nms"]
