@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-__all__ = ["BlockReuseConfig", "KvCacheConfig", "ReusePolicy"]
+__all__ = ["BlockReuseConfig", "EvictionPolicyName", "KvCacheConfig", "RecurrentStateConfig", "ReusePolicy"]
 
 
 class ReusePolicy(StrEnum):
@@ -22,13 +22,28 @@ class ReusePolicy(StrEnum):
     PER_CONVERSATION = "per_conversation"
 
 
+class EvictionPolicyName(StrEnum):
+    """Order in which cached blocks are given up; superseded ones always go first."""
+
+    LRU = "lru"
+    TURN_AWARE = "turn_aware"
+
+
 def _policy(value: Any) -> Any:
-    if isinstance(value, str) and not isinstance(value, ReusePolicy):
+    return _named(ReusePolicy, "policy", value)
+
+
+def _eviction(value: Any) -> Any:
+    return _named(EvictionPolicyName, "eviction_policy", value)
+
+
+def _named(kind: type[StrEnum], what: str, value: Any) -> Any:
+    if isinstance(value, str) and not isinstance(value, kind):
         try:
-            return ReusePolicy(value)
+            return kind(value)
         except ValueError:
-            names = ", ".join(policy.value for policy in ReusePolicy)
-            raise ValueError(f"unknown policy {value!r}: use one of {names}") from None
+            names = ", ".join(name.value for name in kind)
+            raise ValueError(f"unknown {what} {value!r}: use one of {names}") from None
     return value
 
 
@@ -44,6 +59,11 @@ class BlockReuseConfig(BaseModel):
     )
     max_num_turns: int = Field(
         default=1, ge=1, description="Retained turns of a conversation (only with policy per_conversation)"
+    )
+    enable_branch_snapshot: bool = Field(
+        default=False,
+        description="Windowed and recurrent models: also keep the state where a new prompt leaves a cached path, so "
+        "that prefixes shared by conversations can be reused",
     )
 
     @model_validator(mode="before")
@@ -68,6 +88,22 @@ class BlockReuseConfig(BaseModel):
         return self
 
 
+class RecurrentStateConfig(BaseModel):
+    """Where a prompt's recurrent state is kept, besides the ends of prompts and turns. Points inside a prompt are
+    forced chunk ends. With any point given, only points (and the end of the turn) are kept.
+    """
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    periodic_snapshot_interval: int = Field(default=0, ge=0, description="A point every so many tokens; 0: none")
+    additional_snapshot_offsets_from_start: tuple[Annotated[int, Field(gt=0)], ...] = Field(
+        default=(), strict=False, description="Points counted from the start of the prompt (tokens)"
+    )
+    additional_snapshot_offsets_from_end: tuple[Annotated[int, Field(ge=0)], ...] = Field(
+        default=(), strict=False, description="Points counted back from the end of the prompt (0: the end itself)"
+    )
+
+
 class KvCacheConfig(BaseModel):
     """Sizes and reuse rules of one worker's KV cache."""
 
@@ -87,6 +123,13 @@ class KvCacheConfig(BaseModel):
     conversation_idle_timeout_s: float | None = Field(
         default=None, gt=0, description="A conversation idle for longer is ended (seconds); null: never"
     )
+    recurrent_state_config: RecurrentStateConfig = Field(
+        default_factory=RecurrentStateConfig, description="Snapshot points of recurrent models"
+    )
+    eviction_policy: Annotated[EvictionPolicyName, BeforeValidator(_eviction)] = Field(
+        default=EvictionPolicyName.LRU,
+        description="lru, or turn_aware: conversations least likely to come back soon first, learned while serving",
+    )
     max_peer_pins: int = Field(default=4096, ge=1, description="Most page pins that peers may hold at a time")
 
     @model_validator(mode="before")
@@ -97,3 +140,26 @@ class KvCacheConfig(BaseModel):
                 "block_reuse_policy is not a key of kv_cache_config: write kv_cache_config.block_reuse_config.policy"
             )
         return data
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_periodic_snapshots_per_conversation(cls, data: Any) -> Any:
+        """Periodic snapshots and a bound on retained turns contradict each other: the bound wins, with a warning."""
+        if not isinstance(data, dict):
+            return data
+        reuse = data.get("block_reuse_config")
+        policy = reuse.policy if isinstance(reuse, BlockReuseConfig) else None
+        if isinstance(reuse, dict):
+            policy = reuse.get("policy", reuse.get("block_reuse_policy"))
+        state = data.get("recurrent_state_config")
+        interval = state.periodic_snapshot_interval if isinstance(state, RecurrentStateConfig) else None
+        if isinstance(state, dict):
+            interval = state.get("periodic_snapshot_interval")
+        if policy != ReusePolicy.PER_CONVERSATION or not isinstance(interval, int) or interval <= 0:
+            return data
+        warnings.warn(
+            f"periodic_snapshot_interval={interval} does not go with policy per_conversation: setting it to 0",
+            stacklevel=2,
+        )
+        kept = state.model_dump() if isinstance(state, RecurrentStateConfig) else dict(state or {})
+        return {**data, "recurrent_state_config": {**kept, "periodic_snapshot_interval": 0}}

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from kvcache.errors import DropHandleUsedError
 from kvcache.live_range import first_live_block
 from kvcache.radix_node import Anchor, RadixNode
@@ -27,6 +25,11 @@ class PlannedPage:
     position: int
     page: int
     generation: int
+
+    @property
+    def page_key(self) -> tuple[int, int]:
+        """Identifies the page."""
+        return self.group, self.page
 
 
 class DropHandle:
@@ -95,26 +98,42 @@ class DropHandle:
         return node
 
 
-def plan_drop(tree: RadixTree, node: RadixNode, offset: int) -> DropHandle | None:
-    """Plan for a turn that ends `offset` tokens into `node`, or None when a page it would need is missing."""
-    shape, end = tree.shape, node.start + offset
+def plan_drop(tree: RadixTree, node: RadixNode, offset: int, prompt_end: int = 0) -> DropHandle | None:
+    """Plan for a turn that ends `offset` tokens into `node`, or None when a page it would need is missing.
+
+    What was kept at `prompt_end`, earlier in the same turn, is given up with it (as far as it is still there).
+    """
+    end = node.start + offset
     if end == 0:
         return None
-    pages: list[PlannedPage] = []
-    last = -(-end // shape.block)
     endpoint = Anchor(node, offset)
+    required = _pages_at(tree, endpoint, end)
+    if any(planned is None for planned in required):
+        return None
+    earlier = _pages_at(tree, endpoint, prompt_end) if 0 < prompt_end < end else []
+    pages = {planned.page_key: planned for planned in (*required, *earlier) if planned is not None}
+    return DropHandle(tree, tree.retain(node, offset), tuple(pages.values()))
+
+
+def _pages_at(tree: RadixTree, endpoint: Anchor, end: int) -> list[PlannedPage | None]:
+    """Window pages and snapshots that a match of `end` tokens on the endpoint's path needs; None for a missing one."""
+    shape = tree.shape
+    pages: list[PlannedPage | None] = []
     for row, group, window in shape.window_rows:
         pool = tree.pools[group]
-        for ordinal in range(first_live_block(end, shape.block, window), last):
+        for ordinal in range(first_live_block(end, shape.block, window), -(-end // shape.block)):
             place = tree.locate(endpoint, ordinal)
-            assert place is not None
-            page = int(place[0].rows(place[1] + 1)[row, place[1]])
+            page = -1 if place is None else int(place[0].rows(place[1] + 1)[row, place[1]])
             if page < 0 or pool.coverage[page] < min(shape.block, end - ordinal * shape.block):
-                return None
-            pages.append(PlannedPage(group, ordinal, -1, page, int(np.uint64(pool.generations[page]))))
+                pages.append(None)
+            else:
+                pages.append(PlannedPage(group, ordinal, -1, page, int(pool.generations[page])))
     for group in shape.recurrent:
-        state = node.states.get((group, end))
-        if state is None:
-            return None
-        pages.append(PlannedPage(group, -1, end, state, int(tree.pools[group].generations[state])))
-    return DropHandle(tree, tree.retain(node, offset), tuple(pages))
+        node: RadixNode | None = endpoint.node
+        while node is not None and (group, end) not in node.states:
+            node = node.parent
+        state = None if node is None else node.states[group, end]
+        pages.append(
+            None if state is None else PlannedPage(group, -1, end, state, int(tree.pools[group].generations[state]))
+        )
+    return pages

@@ -13,11 +13,12 @@ from kvcache.config import ReusePolicy
 from kvcache.drop_handle import DropHandle, plan_drop
 from kvcache.live_range import first_live_block
 from kvcache.radix_node import RadixNode
+from kvcache.snapshot_points import snapshot_points
 
 if TYPE_CHECKING:
     from kvcache.sequence_cache import SequenceCache
 
-__all__ = ["after_append", "align_lock", "end_turn", "publish"]
+__all__ = ["after_append", "align_lock", "end_turn", "publish", "set_points"]
 
 
 def after_append(sequence: SequenceCache, end_of_prompt: bool) -> None:
@@ -27,10 +28,20 @@ def after_append(sequence: SequenceCache, end_of_prompt: bool) -> None:
         manager.require_ledger().end_of_prompt(sequence.conversation, sequence.request_id)
     if not manager.config.enable_block_reuse:
         return
+    done = sequence.num_computed_tokens
+    passed = [point for point in sequence.points if point <= done]
+    if passed:
+        sequence.points = sequence.points[len(passed) :]
+        exact = [done] if passed[-1] == done else []
+        for point in exact if sequence._shape.recurrent else passed:
+            if point > sequence.num_committed_tokens:
+                publish(sequence, point, last=False)
     if end_of_prompt:
-        publish(sequence, partial=True)
-    elif manager.policy is ReusePolicy.ALL_REUSABLE:
-        publish(sequence, partial=False)
+        sequence.prompt_end = done
+        if not sequence.explicit_points:
+            publish(sequence, done)
+    elif manager.policy is ReusePolicy.ALL_REUSABLE and not sequence.explicit_points:
+        publish(sequence, done - done % sequence._shape.block)
 
 
 def end_turn(sequence: SequenceCache) -> None:
@@ -43,16 +54,34 @@ def end_turn(sequence: SequenceCache) -> None:
         return
     if sequence.sources or sequence.state_sources:
         sequence._let_sources_go()  # nothing was computed beyond the match: it stands in the tree as it is
-    publish(sequence, partial=True, last=True)
+    publish(sequence, sequence.num_computed_tokens, last=True)
     if conversation is not None:
         manager.require_ledger().save_plan(conversation, lambda: _plan(sequence))
+
+
+def set_points(sequence: SequenceCache, token_match: int) -> None:
+    """Decide where the prompt's chunks must end so that a state or a window can be published there."""
+    manager, shape = sequence._manager, sequence._shape
+    if shape.plain or not manager.config.enable_block_reuse:
+        return
+    points = (
+        set(snapshot_points(manager.config.recurrent_state_config, sequence.prompt_tokens))
+        if shape.recurrent
+        else set()
+    )
+    sequence.explicit_points = bool(points)
+    reused = sequence.num_computed_tokens
+    branch = token_match - token_match % shape.block
+    if manager.config.block_reuse_config.enable_branch_snapshot and reused < branch < sequence.prompt_tokens:
+        points.add(branch)
+    sequence.points = tuple(sorted(point for point in points if point > reused))
 
 
 def _plan(sequence: SequenceCache) -> DropHandle | None:
     lock = sequence.lock
     if lock is None or lock.node.start + lock.offset != sequence.num_computed_tokens:
         return None
-    return plan_drop(sequence._tree, lock.node, lock.offset)
+    return plan_drop(sequence._tree, lock.node, lock.offset, sequence.prompt_end)
 
 
 def align_lock(sequence: SequenceCache) -> None:
@@ -73,12 +102,9 @@ def _boundary(sequence: SequenceCache) -> tuple[RadixNode, int]:
     return node, at - node.start
 
 
-def publish(sequence: SequenceCache, *, partial: bool, last: bool = False) -> None:
-    """Insert the computed tokens that are not in the tree yet; whole blocks only unless `partial`."""
+def publish(sequence: SequenceCache, end: int, *, last: bool = False) -> None:
+    """Insert the computed tokens before `end` that are not in the tree yet."""
     tree, block = sequence._tree, sequence._shape.block
-    end = sequence.num_computed_tokens
-    if not partial:
-        end -= end % block
     if end > sequence.num_committed_tokens or (last and end == sequence.num_committed_tokens):
         if sequence.lock is None:
             root = tree.root(sequence.scope)

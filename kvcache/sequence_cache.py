@@ -70,8 +70,12 @@ class SequenceCache:
         self.closed = False
         self.prompt_ended = False
         self.turn_ended = False
+        self.prompt_end = 0
+        self.points: tuple[int, ...] = ()
+        self.explicit_points = False
         if match is not None and match.num_tokens:
             self._adopt(match)
+        publisher.set_points(self, 0 if match is None else match.token_match)
 
     def __enter__(self) -> SequenceCache:
         return self
@@ -215,6 +219,10 @@ class SequenceCache:
         self.blocks = blocks
 
     # computing
+
+    def chunk_end(self, limit: int) -> int:
+        """Where the next chunk of the prompt must end, at most `limit`: recurrent state is kept only at chunk ends."""
+        return min([limit, *(point for point in self.points if point > self.num_computed_tokens)])
 
     def append_computed(self, tokens: Tokens, *, end_of_prompt: bool = False) -> None:
         """The KV of `tokens`, at positions `num_computed_tokens` on, now stands in the pages. Publishes as the policy

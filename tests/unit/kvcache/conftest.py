@@ -33,6 +33,7 @@ class Bench:
         reuse = {"policy": ReusePolicy(policy)}
         if policy == "per_conversation":
             reuse["max_num_turns"] = turns  # type: ignore[assignment]
+        reuse["enable_branch_snapshot"] = bool(config.pop("enable_branch_snapshot", False))  # type: ignore[assignment]
         self.layout = pattern_layout(block, windows=windows, recurrent=recurrent)
         self.storage = BytesPageStorage(self.layout, [pages] * len(self.layout.groups))
         settings = KvCacheConfig(tokens_per_block=block, block_reuse_config=BlockReuseConfig(**reuse), **config)  # type: ignore[arg-type]
@@ -66,7 +67,9 @@ class Bench:
         """Prompt, answer (without its last token, which has no KV), end of turn. Returns the reused tokens."""
         cache = self.start(tokens, conversation, scope)
         reused = cache.num_reused_tokens
-        self.compute(cache, tokens[reused:], end=True)
+        while cache.num_computed_tokens < len(tokens):
+            end = cache.chunk_end(len(tokens))
+            self.compute(cache, tokens[cache.num_computed_tokens : end], end=end == len(tokens))
         if len(answer) > 1:
             self.compute(cache, answer[:-1])
         cache.end_turn()
