@@ -99,7 +99,8 @@ class SequenceCache:
             self.rows[row, : first_live_block(reused, block, window)] = -1
             pages = self.rows[row]
             self._manager.pools[group].hold(pages[pages >= 0])
-            if self.sources:
+        for row, group in enumerate(self._shape.attention):
+            if self.sources and self.sources[row] >= 0:  # another publisher may replace a partial block meanwhile
                 self._manager.pools[group].hold(np.array(self.sources[row : row + 1], dtype=np.int32))
         for group in self._shape.recurrent:
             page = match.node.states[group, reused]
@@ -189,7 +190,7 @@ class SequenceCache:
         self._let_sources_go()
 
     def _let_sources_go(self) -> None:
-        for row, group, _ in self._shape.window_rows:
+        for row, group in enumerate(self._shape.attention):
             if self.sources and self.sources[row] >= 0:
                 self._manager.pools[group].release(np.array([self.sources[row]], dtype=np.int32))
         for group, page in self.state_sources.items():
@@ -331,9 +332,9 @@ class SequenceCache:
         return held
 
     def source_pages(self, group: int) -> Pages:
-        """Shared window pages and snapshots held until they are copied."""
+        """Shared pages and snapshots held until they are copied."""
         pages = [self.state_sources[group]] if group in self.state_sources else []
-        for row, owner, _ in self._shape.window_rows:
+        for row, owner in enumerate(self._shape.attention):
             if owner == group and self.sources and self.sources[row] >= 0:
                 pages.append(self.sources[row])
         return np.array(pages, dtype=np.int32)

@@ -336,3 +336,14 @@ def test_empty_root_goes(bench):
     for salt in range(20):
         b.turn(range(12), scope=ReuseScope(cache_salt=str(salt)))
     assert len(b.manager.tree.roots) == 1
+
+
+def test_a_copy_source_that_another_request_replaces(bench):
+    """Between `create` and the first `resize` the partial block may get a longer page, and its own is given out."""
+    b = bench(policy="per_request")
+    b.turn([1, 2, 3])
+    waiting = b.start([1, 2, 3, 50, 51])
+    b.turn([1, 2, 3, 60, 61])
+    b.turn(range(200, 208))
+    b.compute(waiting, [50, 51], end=True)
+    waiting.close()
