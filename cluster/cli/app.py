@@ -12,6 +12,7 @@ from cluster.cli.demo_command import demo
 from cluster.cli.doctor_command import doctor
 from cluster.cli.schema_command import schema
 from cluster.cli.serve_command import serve
+from cluster.cli.slurm_command import slurm_app
 
 __all__ = ["app"]
 
@@ -43,3 +44,4 @@ def _root(
 
 for _command in (serve, chat, demo, check, schema, doctor):
     app.command()(_command)
+app.add_typer(slurm_app)

@@ -20,6 +20,7 @@ _USER_ERRORS = (
     ("kvcache.errors", "KvCacheError"),
     ("cluster.chat.errors", "ChatError"),
     ("cluster.demo.errors", "DemoError"),
+    ("cluster.launch.errors", "LaunchError"),
 )
 
 

@@ -16,6 +16,7 @@ from cluster.config.engine_config import EngineConfig
 from cluster.config.merge import deep_merge
 from cluster.config.server_config import ServerConfig
 from cluster.config.server_section import RouterConfig, ServerSectionConfig
+from cluster.config.slurm_config import SlurmConfig
 from kvcache.config import KvCacheConfig
 from transceiver.config import CacheTransceiverConfig
 
@@ -72,6 +73,9 @@ class ClusterConfig(StrictModel):
         default_factory=ConditionalDisaggConfig, description="When prefill stays on the generation side."
     )
     server: ServerConfig = Field(default_factory=ServerConfig, description="The HTTP front.")
+    slurm: SlurmConfig | None = Field(
+        default=None, description="How `kvferry slurm submit` runs this cluster; `null`: not as a Slurm job."
+    )
     max_retries: int = Field(
         default=1, ge=0, le=16, description="How often a request is tried again on another worker when its worker dies."
     )

@@ -10,7 +10,7 @@ for program in slurmctld slurmd sbatch munged ip unshare setpriv; do
     command -v "$program" >/dev/null || missing+=("$program")
 done
 if [ ${#missing[@]} -eq 0 ]; then
-    echo "Slurm is installed: $(sbatch --version)"
+    echo "Slurm is installed: $(dpkg-query -W -f '${Version}' slurmctld 2>/dev/null || echo of unknown version)"
     exit 0
 fi
 if [ "$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then
@@ -30,7 +30,7 @@ install || { timeout 120 apt-get update -q </dev/null >>"$log" 2>&1 && install; 
 status=$?
 [ "$made_guard" = yes ] && rm -f "$guard"
 if [ $status -eq 0 ]; then
-    echo "installed ${packages[*]}: $(sbatch --version)"
+    echo "installed ${packages[*]}: Slurm $(dpkg-query -W -f '${Version}' slurmctld 2>/dev/null || echo of unknown version)"
 else
     echo "apt-get could not install ${packages[*]} (the Slurm tests will skip):"
     tail -n 5 "$log"

@@ -1,0 +1,162 @@
+"""Everything that can be known to be wrong before a job is submitted, all at once.
+
+Called by `submit_job`. Looks at the configuration, this machine and what Slurm answers; changes nothing but for one
+short srun on idle nodes where there are enough of them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from cluster.config import ClusterConfig, ConfigProblem
+from cluster.config.slurm_config import SlurmConfig
+from cluster.launch.allocation import Allocation
+from cluster.launch.errors import SlurmCommandError
+from cluster.launch.sbatch_script import job_python
+from cluster.launch.slurm_client import Partition, SlurmClient
+
+__all__ = ["check_before_submit", "check_on_nodes", "log_dir_of"]
+
+_PLACEHOLDER = re.compile(r"<[A-Za-z_][^<>]*>")
+
+
+def log_dir_of(slurm: SlurmConfig) -> Path:
+    """Absolute path of the folder of the jobs' folders."""
+    return (Path(slurm.work_dir) / slurm.log_dir).resolve()
+
+
+def check_before_submit(
+    config: ClusterConfig, slurm: SlurmConfig, allocation: Allocation, client: SlurmClient
+) -> tuple[list[ConfigProblem], Partition | None]:
+    """Problems of the configuration on this machine and in this Slurm, and the partition if it exists."""
+    problems = list(_placeholders(config.model_dump(mode="json", exclude_none=True)))
+    problems += _folders(slurm)
+    problems += _ports(config, slurm)
+    partition: Partition | None = None
+    missing = client.missing_commands()
+    if missing:
+        names = ", ".join(missing)
+        problems.append(
+            ConfigProblem("slurm", f"commands of Slurm are missing: {names}", "submit from a login node of the cluster")
+        )
+    else:
+        try:
+            partitions = client.partitions()
+        except SlurmCommandError as error:
+            problems.append(ConfigProblem("slurm", str(error), "check that Slurm answers: sinfo"))
+        else:
+            partition = partitions.get(slurm.partition)
+            problems += _partition(slurm, allocation, partition, sorted(partitions))
+    return problems, partition
+
+
+def check_on_nodes(
+    config: ClusterConfig, slurm: SlurmConfig, allocation: Allocation, client: SlurmClient
+) -> list[ConfigProblem]:
+    """Look for the venv and the ports on nodes that are idle now. Raises SlurmCommandError when srun gets no nodes."""
+    ports = _used_ports(config, slurm)
+    script = ['n="$SLURMD_NODENAME"']
+    if slurm.container_image is None:
+        script.append(f'[ -x {shlex.quote(job_python(slurm))} ] || echo "kvferry-venv $n"')
+    script += [f'(exec 3<>/dev/tcp/127.0.0.1/{port}) 2>/dev/null && echo "kvferry-port $n {port}"' for port in ports]
+    args = [f"--partition={slurm.partition}", f"--nodes={allocation.num_nodes}", "--ntasks-per-node=1"]
+    args += ["--immediate=10", "--time=1", "--job-name=kvferry-preflight", "--cpu-bind=none"]
+    args += [f"--account={slurm.account}"] if slurm.account else []
+    args += [f"--nodelist={slurm.nodelist}"] if slurm.nodelist else []
+    out = client.run_on_nodes(args, "\n".join([*script, "true"]), timeout_s=60.0)
+    problems = []
+    for words in sorted(line.split() for line in out.splitlines() if line.startswith("kvferry-")):
+        if words[0] == "kvferry-venv":
+            remedy = "set slurm.venv to an environment on a file system that every node sees"
+            problems.append(ConfigProblem("slurm.venv", f"{words[1]} has no {job_python(slurm)}", remedy))
+        else:
+            key = ports[int(words[2])]
+            problems.append(ConfigProblem(key, f"port {words[2]} is taken on {words[1]}", "choose another one"))
+    return problems
+
+
+def _placeholders(value: Any, path: str = "") -> Iterator[ConfigProblem]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _placeholders(item, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _placeholders(item, f"{path}.{index}")
+    elif isinstance(value, str) and (found := _PLACEHOLDER.search(value)):
+        yield ConfigProblem(path, f"the placeholder {found.group()} is still there", "write the value of your cluster")
+
+
+def _folders(slurm: SlurmConfig) -> Iterator[ConfigProblem]:
+    work = Path(slurm.work_dir)
+    if not work.is_dir():
+        yield ConfigProblem(
+            "slurm.work_dir", f"{work} is not a folder", "make it, on a file system that every node sees"
+        )
+        return
+    log_dir = log_dir_of(slurm)
+    existing = next(path for path in (log_dir, *log_dir.parents) if path.exists())
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        why = error.strerror or str(error)
+        yield ConfigProblem(
+            "slurm.log_dir", f"{log_dir} is not writable: {why}", "choose a folder that you may write to"
+        )
+    if slurm.container_image is None and not os.access(job_python(slurm), os.X_OK):
+        remedy = "make it (python -m venv, pip install kvferry) where every node sees it, or set slurm.container_image"
+        yield ConfigProblem("slurm.venv", f"there is no {job_python(slurm)} here", remedy)
+
+
+def _used_ports(config: ClusterConfig, slurm: SlurmConfig) -> dict[int, str]:
+    ports = {}
+    if slurm.ray.enabled:
+        ports[slurm.ray.port] = "slurm.ray.port"
+    if not slurm.command:
+        ports[config.server.port] = "server.port"
+    return ports
+
+
+def _ports(config: ClusterConfig, slurm: SlurmConfig) -> Iterator[ConfigProblem]:
+    if slurm.ray.enabled and not slurm.command and slurm.ray.port == config.server.port:
+        yield ConfigProblem("server.port", f"{config.server.port} is slurm.ray.port too", "give them different ports")
+    for node in _plain_names(slurm.nodelist or ""):
+        for port, key in _used_ports(config, slurm).items():
+            try:
+                socket.create_connection((node, port), timeout=1.0).close()
+            except OSError:
+                continue  # nobody listens, or the login node cannot reach it: the job's first step looks again
+            yield ConfigProblem(key, f"port {port} is taken on {node}", "choose another one")
+
+
+def _plain_names(nodelist: str) -> list[str]:
+    return nodelist.split(",") if nodelist and "[" not in nodelist else []
+
+
+def _partition(
+    slurm: SlurmConfig, allocation: Allocation, partition: Partition | None, known: list[str]
+) -> Iterator[ConfigProblem]:
+    if partition is None:
+        yield ConfigProblem(
+            "slurm.partition", f"there is no partition {slurm.partition!r}", f"write one of: {', '.join(known)}"
+        )
+        return
+    if allocation.num_nodes > partition.nodes:
+        yield ConfigProblem(
+            "slurm.nodes",
+            f"the job needs {allocation.num_nodes} nodes, partition {partition.name} has {partition.nodes}",
+            "start fewer workers, put more ranks on a node, or choose another partition",
+        )
+    if slurm.gpus_per_node > partition.gpus:
+        yield ConfigProblem(
+            "slurm.gpus_per_node",
+            f"nodes of partition {partition.name} have {partition.gpus} GPUs, not {slurm.gpus_per_node}",
+            f"write at most {partition.gpus}" + ("" if partition.gpus else " (a CPU cluster)"),
+        )
