@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import pydantic_core
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
-
 from starlette.requests import ClientDisconnect
 
 from cluster.errors import InvalidRequestError

@@ -51,10 +51,10 @@ class AnswerFormat:
             async for delta in deltas:
                 if first and self._call.is_chat:
                     yield self._event([self._choice(_NOTHING, role=True)])
-                first = False
                 if delta.text or self._call.request.return_token_ids:
                     extra = {"usage": self._usage_so_far(answer)} if continuous else {}
                     yield self._event([self._choice(delta)], **extra)
+                first = False
         finally:
             await deltas.aclose()
         on_end()
@@ -69,9 +69,9 @@ class AnswerFormat:
 
     def _facts(self, answer: Answer) -> dict[str, Any]:
         """Our own fields: the accounting and, when token ids were asked for, the prompt as the cluster saw it."""
-        facts: dict[str, Any] = {"kvferry": kvferry_object(self._call, answer.usage)}
+        facts: dict[str, Any] = {"kvferry": kvferry_object(self._call, answer)}
         if self._call.request.return_token_ids:
-            facts["prompt_token_ids"] = [int(token) for token in self._call.prompt.token_ids]
+            facts["prompt_token_ids"] = self._call.prompt.token_ids.tolist()
         return facts
 
     def _usage_so_far(self, answer: Answer) -> dict[str, Any]:

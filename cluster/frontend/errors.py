@@ -16,7 +16,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from cluster.errors import ClusterError, InvalidRequestError, QueueFullError
+from cluster.errors import ClusterError, InvalidRequestError, NotReadyError, QueueFullError
 
 __all__ = [
     "ClientGoneError",
@@ -59,7 +59,7 @@ class ClientGoneError(Exception):
 def error_object(error: BaseException) -> dict[str, Any]:
     """The body for `error`. Anything but a ClusterError is logged and described as an internal error."""
     if isinstance(error, ClusterError):
-        if error.http_status >= 500:
+        if error.http_status >= 500 and not isinstance(error, NotReadyError):  # probes ask again and again
             _LOG.warning("request failed: %s (%s)", error.message, error.code)
         return _body(error.message, error.error_type, error.param, error.code)
     _LOG.error("internal error while serving a request", exc_info=error)

@@ -12,7 +12,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
-from cluster.errors import ClusterError, NotReadyError
+from cluster.errors import ClusterError
 from cluster.frontend.answer import Answer
 from cluster.frontend.body import parse_json_object, read_body
 from cluster.frontend.call import Call
@@ -89,8 +89,6 @@ class GenerateRoutes:
 
     async def _serve(self, call: Call) -> Answer:
         context = self._context
-        if not context.backend.ready:
-            raise NotReadyError("no worker can take a request yet; wait until GET /health answers 200")
         ends = frozenset(call.sampling.stop_token_ids)
         text = AnswerText(
             context.tokenizer.stream(),

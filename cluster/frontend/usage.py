@@ -33,14 +33,15 @@ def partial_usage_object(prompt_tokens: int, completion_tokens: int) -> dict[str
     }
 
 
-def kvferry_object(call: Call, usage: RequestUsage) -> dict[str, Any]:
+def kvferry_object(call: Call, answer: Answer) -> dict[str, Any]:
     """Where the KV of a finished answer came from and went."""
     return {
         "request_id": call.request_id,
         "conversation_id": call.conversation_id,
         "spliced_tokens": call.prompt.spliced_tokens,
         "ignored_fields": list(call.ignored_fields),
-        **_usage_fields(usage),
+        **_usage_fields(answer.usage),
+        "completion_tokens": answer.num_tokens,
     }
 
 
@@ -50,7 +51,6 @@ def turn_record_object(record: TurnRecord) -> dict[str, Any]:
         "request_id": record.request_id,
         "conversation_id": record.conversation_id,
         "finish_reason": None if record.finish_reason is None else str(record.finish_reason),
-        "completion_tokens": record.usage.completion_tokens,
         **_usage_fields(record.usage),
         "backflow": record.backflow,
         "backflow_reason": record.backflow_reason,
@@ -63,6 +63,7 @@ def turn_record_object(record: TurnRecord) -> dict[str, Any]:
 def _usage_fields(usage: RequestUsage) -> dict[str, Any]:
     return {
         "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
         "ctx_cached_tokens": usage.ctx_cached_tokens,
         "ctx_pulled_tokens": usage.ctx_pulled_tokens,
         "recomputed_tokens": usage.recomputed_tokens,

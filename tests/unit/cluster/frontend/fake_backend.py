@@ -68,7 +68,8 @@ class FakeStream:
         self.usage = replace(
             self.usage,
             completion_tokens=len(self.token_ids),
-            ctx_cached_tokens=cached,
+            ctx_cached_tokens=cached - min(3, cached),
+            ctx_pulled_tokens=min(3, cached),
             recomputed_tokens=len(prompt) - cached,
             transport="inproc",
             ttft_s=0.25,

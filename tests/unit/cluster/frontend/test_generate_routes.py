@@ -9,7 +9,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
 from cluster.engine import HashTokenizer
-from cluster.errors import EngineFailedError, QueueFullError, WorkerLostError
+from cluster.errors import EngineFailedError, NotReadyError, QueueFullError, WorkerLostError
 from cluster.request import FinishReason
 from tests.unit.cluster.frontend.fake_backend import MODEL, FakeBackend, build_app, client_of, says
 
@@ -104,15 +104,29 @@ async def test_continuous_usage_counts_up() -> None:
     assert [chunk["usage"]["completion_tokens"] for chunk in events(response.text)[:-1]] == [1, 3, 3, 3]
 
 
-async def test_empty_answer_still_has_a_role_and_an_end() -> None:
-    async with client_of(build_app(FakeBackend(lambda request: [(2,)], FinishReason.STOP))) as client:
+@pytest.mark.parametrize("tokens", [(2,), ()])
+async def test_empty_answer_still_has_a_role_and_an_end(tokens: tuple[int, ...]) -> None:
+    batches = [tokens] if tokens else []
+    async with client_of(build_app(FakeBackend(lambda request: batches, FinishReason.STOP))) as client:
         response = await client.post("/v1/chat/completions", json={"messages": HELLO, "stream": True})
         whole = await client.post("/v1/chat/completions", json={"messages": HELLO})
     chunks = events(response.text)
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-    assert chunks[1]["choices"][0]["finish_reason"] == "stop"
+    assert chunks[-2]["choices"][0]["finish_reason"] == "stop"
     assert whole.json()["choices"][0]["message"]["content"] == ""
-    assert whole.json()["usage"]["completion_tokens"] == 1
+    assert whole.json()["usage"]["completion_tokens"] == len(tokens)
+
+
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions"])
+async def test_prompt_ids_are_returned_once_on_request(route: str) -> None:
+    backend = FakeBackend(says("a", "b"))
+    body = {"messages": HELLO, "prompt": "p", "return_token_ids": True}
+    async with client_of(build_app(backend)) as client:
+        whole = (await client.post(route, json=body)).json()
+        chunks = events((await client.post(route, json={**body, "stream": True})).text)[:-1]
+    expected = backend.requests[0].prompt_ids.tolist()
+    places = [part for chunk in [whole, *chunks] for part in [chunk, *chunk["choices"]]]
+    assert [part["prompt_token_ids"] for part in places if "prompt_token_ids" in part] == [expected, expected]
 
 
 async def test_completion_takes_text_or_ids_and_returns_ids() -> None:
@@ -236,10 +250,12 @@ async def test_full_queue_says_when_to_come_back() -> None:
     assert response.json()["error"]["type"] == "rate_limit_error"
 
 
-async def test_not_ready_is_503() -> None:
+async def test_not_ready_is_for_the_cluster_to_say_and_becomes_503() -> None:
     backend = FakeBackend(says("x"))
-    backend.ready = False
+    backend.error = NotReadyError("no generation worker is up")
     async with client_of(build_app(backend)) as client:
         response = await client.post("/v1/completions", json={"prompt": "p"})
-    assert (response.status_code, response.json()["error"]["code"]) == (503, "not_ready")
-    assert backend.streams == []
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "not_ready")
+        backend.error = None
+        backend.ready = False  # a worker is being restarted: the cluster may wait for it
+        assert (await client.post("/v1/completions", json={"prompt": "p"})).status_code == 200

@@ -57,7 +57,7 @@ async def test_history_as_text_gets_the_generated_ids(
     assert second[46:] == golden["A2"]["prompt_ids"][-len(second[46:]) :]
     assert shared_prefix(third, second + golden["A2"]["greedy_ids"]) == len(second) + len(golden["A2"]["greedy_ids"])
     assert [fact["spliced_tokens"] for fact in facts] == [0, 45, len(second) + len(golden["A2"]["greedy_ids"]) - 1]
-    assert facts[1]["ctx_cached_tokens"] == 46
+    assert facts[1]["ctx_cached_tokens"] + facts[1]["ctx_pulled_tokens"] == 46
 
 
 def read_answer(body: str, stream: bool) -> tuple[str, dict[str, Any]]:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pytest
+
 from cluster.engine import HashTokenizer
 from cluster.frontend.text_output import AnswerText
 
@@ -42,8 +44,9 @@ def test_stop_string_is_kept_on_request() -> None:
     assert TOKENIZER.decode(answer.visible_answer().token_ids) == "okEND"
 
 
-def test_the_stop_string_that_completes_first_wins() -> None:
-    answer = make(stops=["abcd", "c"])
+@pytest.mark.parametrize("stops", [["abcd", "c"], ["c", "abcd"]])
+def test_the_stop_string_that_completes_first_wins(stops: list[str]) -> None:
+    answer = make(stops=stops)
     assert answer.push(TOKENIZER.encode("xabcd")).text == "xab"
 
 
