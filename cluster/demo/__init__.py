@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cluster.demo.conversation import ConversationResult, TurnResult, hold_conversation
 from cluster.demo.errors import DemoError
-from cluster.demo.expectations import broken_expectations
+from cluster.demo.expectations import ReuseRules, broken_expectations
 from cluster.demo.run import DemoOptions, DemoReport, demo_config, run_demo
 from cluster.demo.script import DEMO_SCRIPT, DemoScript, DemoTurn
 from cluster.demo.turn_row import TurnRow
@@ -17,6 +17,7 @@ __all__ = [
     "DemoReport",
     "DemoScript",
     "DemoTurn",
+    "ReuseRules",
     "TurnResult",
     "TurnRow",
     "broken_expectations",

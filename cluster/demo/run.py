@@ -20,10 +20,11 @@ from rich.console import Console
 from cluster.chat import Answer, KvferryClient
 from cluster.config import ClusterConfig, load_config
 from cluster.demo.conversation import ConversationResult, TurnResult, hold_conversation, repeat_prompts
-from cluster.demo.expectations import broken_expectations
+from cluster.demo.expectations import ReuseRules, broken_expectations
 from cluster.demo.script import DEMO_SCRIPT, DemoScript
 from cluster.demo.table import print_rows
 from kvcache.config import ReusePolicy
+from transceiver.config import BackflowMode
 
 __all__ = ["DemoOptions", "DemoReport", "demo_config", "run_demo"]
 
@@ -106,13 +107,7 @@ async def run_demo(
         row.turn for row, answer in zip(rows, plain, strict=True) if tuple(answer.token_ids) != tuple(row.token_ids)
     ]
     failures = [f"turn {turn}: the answer differs from the aggregated run without reuse" for turn in different]
-    failures += broken_expectations(
-        rows,
-        tokens_per_block=config.kv_cache_config.tokens_per_block,
-        retained_turns=_retained_turns(config),
-        transport=conversation.transport,
-        backend=config.cache_transceiver_config.backend.value,
-    )
+    failures += broken_expectations(rows, _rules(config), transport=conversation.transport)
     plain_ttft_ms = tuple(round(answer.ttft_s * 1000, 1) for answer in plain)
     report = DemoReport(conversation, not different, tuple(failures), plain_ttft_ms, round(startup_s, 2))
     print_rows(console, rows, plain_ttft_ms)
@@ -123,18 +118,26 @@ async def run_demo(
     return report
 
 
-def _retained_turns(config: ClusterConfig) -> int | None:
-    """Completed turns that must be reusable: the pools hold the demo's whole conversation, so only a policy that drops
-    turns sets a bound; the smaller one of the two roles counts.
+def _rules(config: ClusterConfig) -> ReuseRules:
+    """What `config` promises. The pools hold the whole conversation, so only a policy that drops turns bounds them; the
+    smaller bound of the two roles counts.
     """
+    caches = [section.kv_cache_config for section in (config.context_servers, config.generation_servers)]
     bounds = [
-        section.kv_cache_config.block_reuse_config.max_num_turns
-        for section in (config.context_servers, config.generation_servers)
-        if section.kv_cache_config.block_reuse_config.policy is ReusePolicy.PER_CONVERSATION
+        cache.block_reuse_config.max_num_turns
+        for cache in caches
+        if cache.block_reuse_config.policy is ReusePolicy.PER_CONVERSATION
     ]
-    if not config.kv_cache_config.enable_block_reuse:
-        return 0
-    return min(bounds) if bounds else None
+    if not all(cache.enable_block_reuse for cache in caches):
+        bounds.append(0)
+    transceiver = config.context_servers.cache_transceiver_config
+    return ReuseRules(
+        tokens_per_block=config.kv_cache_config.tokens_per_block,
+        backend=transceiver.backend.value,
+        retained_turns=min(bounds, default=None),
+        partial_reuse=all(cache.enable_partial_reuse for cache in caches),
+        backflow=transceiver.kv_backflow is BackflowMode.EAGER,
+    )
 
 
 async def _converse(
