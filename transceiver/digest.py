@@ -9,25 +9,30 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
 
 import numpy as np
 import xxhash
 
 from kvcache.layout import LifeCycleKind
 from kvcache.storage.page_storage import PageStorage
+from transceiver.page_part import PartView
 
 __all__ = ["DIGEST_BYTES", "DIGEST_NAME", "DigestCache", "block_digest"]
 
+_Key: TypeAlias = tuple[int, int, int, int, PartView | None]
 DIGEST_NAME = "xxh3-128"
 DIGEST_BYTES = 16
 
 
-def block_digest(storage: PageStorage, group: int, page: int, valid_tokens: int) -> bytes:
-    """Digest (16 bytes) of the first `valid_tokens` tokens of a host page; reads the page, blocks for the hash."""
+def block_digest(storage: PageStorage, group: int, page: int, valid_tokens: int, part: PartView | None = None) -> bytes:
+    """Digest (16 bytes) of the first `valid_tokens` tokens of a host page, or of a part of it; blocks for the hash."""
     layout = storage.layout
     view = storage.page(page, group)
     shape = layout.groups[group]
+    if part is not None:
+        return part.digest(np.frombuffer(view, np.uint8), shape, layout.tokens_per_block, valid_tokens)
     if shape.kind is LifeCycleKind.RECURRENT or valid_tokens >= layout.tokens_per_block:
         return xxhash.xxh3_128_digest(view)
     rows = len(shape.layers) * shape.kv_factor * shape.num_kv_heads
@@ -46,34 +51,39 @@ class DigestCache:
         self._storage = storage
         self._capacity = capacity
         self._lock = threading.Lock()
-        self._entries: OrderedDict[tuple[int, int, int, int], bytes] = OrderedDict()
+        self._entries: OrderedDict[_Key, bytes] = OrderedDict()
 
-    def find(self, group: int, page: int, generation: int, valid_tokens: int) -> bytes | None:
+    def find(
+        self, group: int, page: int, generation: int, valid_tokens: int, part: PartView | None = None
+    ) -> bytes | None:
         """The digest, or None when it has not been computed (or was forgotten)."""
-        key = (group, page, generation, valid_tokens)
+        key = (group, page, generation, valid_tokens, part)
         with self._lock:
             digest = self._entries.get(key)
             if digest is not None:
                 self._entries.move_to_end(key)
             return digest
 
-    def compute(self, rows: Iterable[tuple[int, int, int, int]]) -> list[bytes]:
+    def compute(self, rows: Iterable[tuple[int, int, int, int]], parts: Sequence[PartView | None] = ()) -> list[bytes]:
         """Digests of (group, page, generation, valid tokens) rows; blocks for those not known yet.
+
+        `parts` says per group which part of the page is meant (nothing given: whole pages).
 
         A page that was given out anew meanwhile gets a digest that is returned but not kept: the generation check
         after the copy rejects that block anyway.
         """
         digests = []
         for group, page, generation, valid in rows:
-            digest = self.find(group, page, generation, valid)
+            part = parts[group] if parts else None
+            digest = self.find(group, page, generation, valid, part)
             if digest is None:
-                digest = block_digest(self._storage, group, page, valid)
+                digest = block_digest(self._storage, group, page, valid, part)
                 if int(self._storage.generations(group)[page]) == generation:
-                    self._keep((group, page, generation, valid), digest)
+                    self._keep((group, page, generation, valid, part), digest)
             digests.append(digest)
         return digests
 
-    def _keep(self, key: tuple[int, int, int, int], digest: bytes) -> None:
+    def _keep(self, key: _Key, digest: bytes) -> None:
         with self._lock:
             self._entries[key] = digest
             while len(self._entries) > self._capacity:

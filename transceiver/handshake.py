@@ -9,24 +9,29 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from dataclasses import dataclass
 from typing import Any
 
 import msgpack
 
-from kvcache.layout import KvLayout
+from kvcache.layout import KvLayout, LifeCycleKind
 from transceiver.digest import DIGEST_NAME
 from transceiver.errors import HandshakeRefusedError, WireFormatError
+from transceiver.page_part import PagePart, default_shares, part_between
+from transceiver.parallel_layout import Interval, RankShare
 from transceiver.wire import Challenge, Hello, Proof
 
 __all__ = [
     "MIN_SECRET_BYTES",
     "NONCE_BYTES",
+    "PeerLayout",
     "check_challenge",
     "check_layout",
     "check_proof",
     "make_challenge",
     "make_proof",
     "pack_layout",
+    "parts_between",
     "sign",
     "unpack_layout",
 ]
@@ -48,17 +53,38 @@ def sign(secret: bytes, *parts: bytes) -> bytes:
     return mac.digest()
 
 
-def pack_layout(layout: KvLayout) -> bytes:
-    """The layout and the digest algorithm, as they travel."""
-    packed: bytes = msgpack.packb({"digest": DIGEST_NAME, "layout": layout.to_dict()}, use_bin_type=True)
+@dataclass(frozen=True, slots=True)
+class PeerLayout:
+    """A side's layout; `shares` None: the rank holds everything, and only an equal layout fits."""
+
+    layout: KvLayout
+    shares: tuple[RankShare, ...] | None = None
+
+
+def pack_layout(own: PeerLayout) -> bytes:
+    """The layout, the share and the digest algorithm, as they travel."""
+    shares = None
+    if own.shares is not None:
+        shares = [[s.num_heads, s.heads.start, s.heads.stop, list(s.state_sections)] for s in own.shares]
+    data = {"digest": DIGEST_NAME, "layout": own.layout.to_dict(), "shares": shares}
+    packed: bytes = msgpack.packb(data, use_bin_type=True)
     return packed
 
 
-def unpack_layout(blob: bytes) -> tuple[str, KvLayout]:
+def unpack_layout(blob: bytes) -> tuple[str, PeerLayout]:
     """Inverse of `pack_layout`: (digest algorithm, layout). Raises WireFormatError."""
     try:
         data: Any = msgpack.unpackb(blob, raw=False, max_array_len=4096, max_map_len=64, max_str_len=1024)
-        return str(data["digest"]), KvLayout.from_dict(data["layout"])
+        layout = KvLayout.from_dict(data["layout"])
+        shares = None
+        if data["shares"] is not None:
+            shares = tuple(
+                RankShare(int(total), Interval(int(start), int(stop)), tuple(map(int, sections)))
+                for total, start, stop, sections in data["shares"]
+            )
+            if len(shares) != len(layout.groups):
+                raise ValueError("one share a group")
+        return str(data["digest"]), PeerLayout(layout, shares)
     except Exception as error:  # hostile bytes may fail in any of msgpack's or the layout's own ways
         raise WireFormatError(f"not a layout: {type(error).__name__}") from None
 
@@ -89,28 +115,55 @@ def check_proof(secret: bytes, hello: Hello, challenge: Challenge, proof: Proof)
         raise HandshakeRefusedError("secret", _WRONG_SECRET)
 
 
-def check_layout(own: KvLayout, blob: bytes) -> KvLayout:
-    """The peer's layout, when its pages can be exchanged with `own` byte for byte.
+def check_layout(own: PeerLayout, blob: bytes) -> PeerLayout:
+    """The peer's layout, when KV can move between the two.
 
-    Raises HandshakeRefusedError that names the first differing field and both values.
+    Pages must be alike, except that with shares the layers and heads may be shared out differently. Raises
+    HandshakeRefusedError that names the first differing field and both values.
     """
     digest, peer = unpack_layout(blob)
+    mine, theirs = own.layout, peer.layout
     pairs: list[tuple[str, object, object]] = [
         ("digest", DIGEST_NAME, digest),
-        ("model_fingerprint", own.model_fingerprint, peer.model_fingerprint),
-        ("tokens_per_block", own.tokens_per_block, peer.tokens_per_block),
-        ("groups", len(own.groups), len(peer.groups)),
+        ("model_fingerprint", mine.model_fingerprint, theirs.model_fingerprint),
+        ("tokens_per_block", mine.tokens_per_block, theirs.tokens_per_block),
+        ("groups", len(mine.groups), len(theirs.groups)),
     ]
-    for index, (mine, theirs) in enumerate(zip(own.groups, peer.groups, strict=False)):
-        for name in mine.__dataclass_fields__:
-            pairs.append((f"groups[{index}].{name}", getattr(mine, name), getattr(theirs, name)))
-    for name, here, there in pairs:
-        if here != there:
+    strict = own.shares is None and peer.shares is None
+    per_rank = () if strict else ("layers", "num_kv_heads", "state_bytes_per_layer")
+    shares = zip(own.shares or default_shares(mine), peer.shares or default_shares(theirs), strict=False)
+    for index, (here, there, (share, other)) in enumerate(zip(mine.groups, theirs.groups, shares, strict=False)):
+        pairs += [
+            (f"groups[{index}].{name}", getattr(here, name), getattr(there, name))
+            for name in here.__dataclass_fields__
+            if name not in per_rank
+        ]
+        if not strict and here.kind is not LifeCycleKind.RECURRENT:
+            pairs.append((f"groups[{index}].num_heads", share.num_heads, other.num_heads))
+            pairs.append((f"groups[{index}].heads", there.num_kv_heads, len(other.heads)))
+        pairs.append((f"groups[{index}].state_sections", share.state_sections, other.state_sections))
+    for name, value, peers in pairs:
+        if value != peers:
             raise HandshakeRefusedError(
-                name, f"the KV layouts differ in {name}: {_short(here)} here, {_short(there)} at the peer; "
+                name,
+                f"the KV layouts differ in {name}: {_short(value)} here, {_short(peers)} at the peer; "
                 "start both workers with the same model, dtype and block size",
-            )  # fmt: skip
+            )
     return peer
+
+
+def parts_between(holder: PeerLayout, receiver: PeerLayout) -> tuple[PagePart | None, ...]:
+    """Per group what the two pages share (None: whole pages are alike). Raises HandshakeRefusedError."""
+    shares = zip(
+        holder.shares or default_shares(holder.layout), receiver.shares or default_shares(receiver.layout), strict=True
+    )
+    try:
+        return tuple(
+            part_between(holder.layout.tokens_per_block, theirs, share, mine, own)
+            for theirs, mine, (share, own) in zip(holder.layout.groups, receiver.layout.groups, shares, strict=True)
+        )
+    except ValueError as error:
+        raise HandshakeRefusedError("shares", f"the two ranks' shares do not fit together: {error}") from error
 
 
 def _short(value: object) -> str:

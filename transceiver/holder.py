@@ -9,13 +9,14 @@ from __future__ import annotations
 import hmac
 import logging
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from transceiver.errors import LinkClosedError
 from transceiver.handshake import sign
 from transceiver.loop_context import LoopContext, Timer
+from transceiver.page_part import PartView
 from transceiver.publication import Publication
 from transceiver.transfer_state import TransferState
 from transceiver.transfer_types import TransferOutcome, TransferStatus
@@ -33,18 +34,19 @@ _MAX_PARKED = 1024
 class _ActivePull:
     link: Link
     request: PullRequest
+    parts: tuple[PartView | None, ...]
     publication: Publication
     started: float
     timer: Timer | None = None
     reason: str = ""
     status: TransferStatus = TransferStatus.CANCELLED
-    rows: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
 class _Parked:
     link: Link
     request: PullRequest
+    parts: tuple[PartView | None, ...]
     timer: Timer
 
 
@@ -85,7 +87,7 @@ class HolderSide:
             self._warm(publication)
         for parked in self._parked.pop(publication.transfer_id, ()):
             parked.timer.cancel()
-            self.on_request(parked.link, parked.request)
+            self.on_request(parked.link, parked.request, parked.parts)
 
     def cancel(self, publication: Publication) -> None:
         """The owner wants this grant to end."""
@@ -101,22 +103,22 @@ class HolderSide:
 
     # --- from the peer ------------------------------------------------------------------------------------------
 
-    def on_request(self, link: Link, request: PullRequest) -> None:
-        """A receiver names the blocks it lacks."""
+    def on_request(self, link: Link, request: PullRequest, parts: tuple[PartView | None, ...] = ()) -> None:
+        """A receiver names the blocks it lacks; `parts`: which part of a page it shares, per group."""
         stats = self._ctx.stats
         if (id(link), request.pull_id) in self._active:
             stats.stale_messages += 1
             return
         publication = self._open.get(request.transfer_id)
         if publication is None:
-            self._unpublished(link, request)
+            self._unpublished(link, request, parts)
             return
         refusal = self._refusal(publication, request)
         if refusal is not None:
             stats.refused_pulls += 1
             self._tell(link, Refuse(request.pull_id, *refusal))
             return
-        active = _ActivePull(link, request, publication, self._ctx.clock())
+        active = _ActivePull(link, request, parts, publication, self._ctx.clock())
         self._active[id(link), request.pull_id] = active
         publication.machine.advance(TransferState.READY)
         publication.machine.advance(TransferState.TRANSFERRING)
@@ -135,7 +137,7 @@ class HolderSide:
             return "groups", "more blocks than max_blocks_per_pull"
         return None
 
-    def _unpublished(self, link: Link, request: PullRequest) -> None:
+    def _unpublished(self, link: Link, request: PullRequest, parts: tuple[PartView | None, ...]) -> None:
         """Either side may come first: keep a request whose token is genuine until its publication comes."""
         ended = self._ended.get(request.transfer_id)
         genuine = hmac.compare_digest(
@@ -156,7 +158,7 @@ class HolderSide:
             return
         ttl = min(self._ctx.config.early_request_ttl_ms, max(1, request.timeout_ms)) / 1000
         timer = self._ctx.after(ttl, lambda: self._drop_parked(request.transfer_id, link, request.pull_id))
-        waiting.append(_Parked(link, request, timer))
+        waiting.append(_Parked(link, request, parts, timer))
 
     def _unpark(self, transfer_id: str, link: Link, pull_id: int | None) -> bool:
         kept: list[_Parked] = []
@@ -233,19 +235,20 @@ class HolderSide:
         pages = np.concatenate([np.empty(0, np.int32), *pages_of])
         generations = np.concatenate([np.empty(0, np.uint64), *generations_of])
         rows = np.arange(len(pages), dtype=np.int32)
-        digests = self._known_digests(keys) if request.verify else b""
+        digests = self._known_digests(keys, active.parts) if request.verify else b""
         self._tell(active.link, Grant(request.pull_id, 1, rows, pages, generations, digests))
         wanted = [row for row, key in enumerate(keys) if key[1] >= 0]
         if request.verify and wanted and not digests:
             self._ctx.in_background(
-                lambda: self._ctx.digests.compute(keys[row] for row in wanted),
+                lambda: self._ctx.digests.compute((keys[row] for row in wanted), active.parts),
                 lambda result: self._send_digests(active, wanted, result),
             )
 
-    def _known_digests(self, keys: list[tuple[int, int, int, int]]) -> bytes:
+    def _known_digests(self, keys: list[tuple[int, int, int, int]], parts: tuple[PartView | None, ...]) -> bytes:
         digests = []
         for key in keys:
-            digest = self._ctx.digests.find(*key) if key[1] >= 0 else bytes(16)
+            part = parts[key[0]] if parts and key[1] >= 0 else None
+            digest = self._ctx.digests.find(*key, part) if key[1] >= 0 else bytes(16)
             if digest is None:
                 return b""
             digests.append(digest)

@@ -17,6 +17,7 @@ from typing import TypeVar
 from kvcache.storage.page_storage import PageStorage
 from transceiver.config import CacheTransceiverConfig
 from transceiver.digest import DigestCache
+from transceiver.parallel_layout import RankShare
 from transceiver.stats import PerfCsv, TransceiverStats
 from transceiver.transport import Transport
 
@@ -45,6 +46,7 @@ class LoopContext:
     def __init__(
         self, worker_id: str, storage: PageStorage, config: CacheTransceiverConfig, secret: bytes,
         transport: Transport, executor: Executor, clock: Callable[[], float],
+        shares: tuple[RankShare, ...] | None = None,
     ) -> None:  # fmt: skip
         self.worker_id = worker_id
         self.storage = storage
@@ -52,6 +54,7 @@ class LoopContext:
         self.secret = secret
         self.transport = transport
         self.clock = clock
+        self.shares = shares
         self.digests = DigestCache(storage)
         self.stats = TransceiverStats()
         self.csv = PerfCsv(config.perf_csv)

@@ -11,18 +11,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from kvcache.layout import KvLayout
 from transceiver.errors import HandshakeRefusedError, LinkClosedError, TransceiverError, WireFormatError
 from transceiver.handshake import (
     NONCE_BYTES,
+    PeerLayout,
     check_challenge,
     check_layout,
     check_proof,
     make_challenge,
     make_proof,
     pack_layout,
+    parts_between,
 )
 from transceiver.holder import HolderSide
 from transceiver.loop_context import LoopContext, Timer
+from transceiver.page_part import PagePart
 from transceiver.receiver import Pull, Read
 from transceiver.stats import LinkStats
 from transceiver.transfer_types import TransferStatus
@@ -75,6 +79,7 @@ class Peer:
     worker_id: str = ""
     timer: Timer | None = None
     pulls: dict[int, Pull] = field(default_factory=dict)
+    parts: tuple[PagePart | None, ...] = ()
     infos: dict[tuple[int, int], RegionInfo] = field(default_factory=dict)
     regions: dict[tuple[int, int], RemoteRegion] = field(default_factory=dict)
 
@@ -82,6 +87,10 @@ class Peer:
         """Pages in the peer's pool of `group`."""
         info = self.infos[0, group]
         return info.nbytes // info.page_bytes
+
+    def page_bytes(self, group: int) -> int:
+        """Bytes of a page of the peer's pool of `group`."""
+        return self.infos[0, group].page_bytes
 
     def pool(self, group: int) -> RemoteRegion:
         """The peer's pages, readable."""
@@ -107,7 +116,8 @@ class PeerTable:
         self._holder = holder
         self.own_regions: tuple[RegionInfo, ...] = ()  # set before the first peer can connect
         self._nonce = nonce
-        self._layout = pack_layout(context.storage.layout)
+        self._own = PeerLayout(context.storage.layout, context.shares)
+        self._layout = pack_layout(self._own)
         self._by_link: dict[int, Peer] = {}
         self._by_address: dict[str, Peer] = {}
         self._refused: dict[str, tuple[float, str]] = {}
@@ -190,7 +200,7 @@ class PeerTable:
 
     def on_get_done(self, link: Link, token: object, error: str | None) -> None:
         assert isinstance(token, Read)
-        token.pull.on_read(token.rows, error)
+        token.pull.on_read(token.segment, error)
 
     def on_message(self, link: Link, payload: bytes) -> None:
         peer = self._by_link.get(id(link))
@@ -230,13 +240,14 @@ class PeerTable:
                 self._tell(peer, make_proof(self._ctx.secret, peer.hello, message, self._layout))
             case Proof() if not peer.outgoing and peer.hello is not None and peer.challenge is not None:
                 check_proof(self._ctx.secret, peer.hello, peer.challenge, message)
-                check_layout(self._ctx.storage.layout, message.layout)
+                peer.parts = parts_between(self._own, check_layout(self._own, message.layout))
                 peer.worker_id = peer.hello.worker_id
                 self._ready(peer)
                 self._tell(peer, Welcome(self._layout, self.own_regions))
             case Welcome() if peer.outgoing and peer.phase is _Phase.PROVING:
-                check_layout(self._ctx.storage.layout, message.layout)
-                self._check_regions(peer, message)
+                layout = check_layout(self._own, message.layout)
+                peer.parts = parts_between(layout, self._own)
+                self._check_regions(peer, layout.layout, message)
                 self._ready(peer)
                 for pull in list(peer.pulls.values()):
                     pull.on_link(peer)
@@ -251,11 +262,11 @@ class PeerTable:
         if peer.timer is not None:
             peer.timer.cancel()
 
-    def _check_regions(self, peer: Peer, message: Welcome) -> None:
+    def _check_regions(self, peer: Peer, layout: KvLayout, message: Welcome) -> None:
         infos = {(info.kind, info.group): info for info in message.regions}
-        for group in range(len(self._ctx.storage.layout.groups)):
+        for group in range(len(layout.groups)):
             pool, generations = infos.get((0, group)), infos.get((1, group))
-            size = self._ctx.storage.layout.page_bytes(group)
+            size = layout.page_bytes(group)
             if pool is None or generations is None or pool.page_bytes != size or pool.nbytes % size:
                 raise HandshakeRefusedError("regions", f"the peer's pool of group {group} does not fit its layout")
             if generations.nbytes != pool.nbytes // size * 8:
@@ -266,7 +277,9 @@ class PeerTable:
         if not peer.outgoing:
             match message:
                 case PullRequest():
-                    self._holder.on_request(peer.link, message)
+                    self._holder.on_request(
+                        peer.link, message, tuple(part.holder if part else None for part in peer.parts)
+                    )
                 case Ack():
                     self._holder.on_ack(peer.link, message)
                 case Refuse():

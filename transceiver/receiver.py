@@ -10,7 +10,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,6 +20,7 @@ from kvcache.block_table import BlockTable
 from transceiver.digest import DIGEST_BYTES, block_digest
 from transceiver.errors import LinkClosedError, TransceiverError
 from transceiver.loop_context import LoopContext, Timer
+from transceiver.pull_reads import STAGING_BYTES, Rows, Segment, plan_segments
 from transceiver.transfer_state import TransferState, TransferStateMachine
 from transceiver.transfer_types import GrantTicket, TransferOutcome, TransferStatus
 from transceiver.wire import Ack, Cancel, Digests, Grant, GroupRows, PullRequest, Refuse, encode
@@ -32,14 +33,15 @@ __all__ = ["Pull", "Read"]
 _log = logging.getLogger(__name__)
 _INLINE_HASH_BYTES = 128 << 10  # below this a hop to the digest thread costs more than the hash
 _UNKNOWN, _MISSING = -2, -1
+_MAX_BUFFERS = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Read:
-    """One read under way; `rows` None: generation numbers."""
+    """One read under way; `segment` None: generation numbers."""
 
     pull: Pull
-    rows: NDArray[np.int64] | None
+    segment: Segment | None
 
 
 class Pull:
@@ -69,16 +71,21 @@ class Pull:
         self._created = context.clock()
         self._marks: dict[str, float] = {}
         empty = np.empty(0, np.int32)
-        self._group = np.concatenate([empty, *(np.full(len(t), t.group, np.int32) for t in tables)])
-        self._ordinal = np.concatenate([empty, *(t.ordinals for t in tables)])
-        self._valid = np.concatenate([empty, *(t.valid_tokens for t in tables)])
-        self._page = np.concatenate([empty, *(t.pages for t in tables)])
-        self._remote = np.full(len(self._page), _UNKNOWN, np.int32)
-        self._generation = np.zeros(len(self._page), np.uint64)
-        self._bad = np.zeros(len(self._page), np.bool_)
-        self._queue: deque[NDArray[np.int64]] = deque()
+        count = sum(len(t) for t in tables)
+        self._rows = Rows(
+            np.concatenate([empty, *(np.full(len(t), t.group, np.int32) for t in tables)]),
+            np.concatenate([empty, *(t.ordinals for t in tables)]),
+            np.concatenate([empty, *(t.valid_tokens for t in tables)]),
+            np.concatenate([empty, *(t.pages for t in tables)]),
+            np.full(count, _UNKNOWN, np.int32),
+            np.zeros(count, np.uint64),
+        )
+        self._bad = np.zeros(count, np.bool_)
+        self._queue: deque[Segment] = deque()
         self._reads = 0
-        self._hashing = 0
+        self._working = 0
+        self._buffers: list[NDArray[np.uint8]] = []
+        self._buffers_made = 0
         self._last = False
         self._scratch: dict[int, tuple[int, NDArray[np.uint64]]] = {}
         self._checking = False
@@ -139,35 +146,41 @@ class Pull:
 
     def on_grant(self, message: Grant) -> None:
         """Rows that may be read now."""
-        if self._machine.terminal or self._last or self._peer is None:
+        peer = self._peer
+        if self._machine.terminal or self._last or peer is None:
             self._ctx.stats.stale_messages += 1
             return
         rows = message.rows
-        if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < len(self._page):
+        if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < len(self._rows):
             self.fail(TransferStatus.FAILED, "the holder granted rows that were not asked for")
             return
-        if len(np.unique(rows)) != len(rows) or bool((self._remote[rows] != _UNKNOWN).any()):
+        if len(np.unique(rows)) != len(rows) or bool((self._rows.remote[rows] != _UNKNOWN).any()):
             self.fail(TransferStatus.FAILED, "the holder granted a row twice")
             return
-        limits = np.asarray([self._peer.num_pages(g) for g in self._group[rows].tolist()], np.int64)
+        limits = np.asarray([peer.num_pages(g) for g in self._rows.group[rows].tolist()], np.int64)
         if bool(((message.pages < -1) | (message.pages >= limits)).any()):
             self.fail(TransferStatus.FAILED, "the holder granted pages outside its pool")
             return
         self._marks.setdefault("grant", self._ctx.clock())
         self._machine.advance(TransferState.TRANSFERRING)
-        self._remote[rows] = message.pages
-        self._generation[rows] = message.generations
+        self._rows.remote[rows] = message.pages
+        self._rows.generation[rows] = message.generations
         self._bad[rows] |= message.pages == _MISSING
         self._last = bool(message.last)
         if message.digests:
             self._store_digests(rows, message.digests)
-        self._plan(rows[message.pages >= 0].astype(np.int64))
+        self._queue.extend(
+            plan_segments(
+                self._rows, rows[message.pages >= 0].astype(np.int64), self._ctx.storage, peer.parts,
+                [peer.page_bytes(g) for g in range(len(peer.parts))], self._ctx.config.max_segment_bytes,
+            )
+        )  # fmt: skip
         self._pump()
 
     def on_digests(self, message: Digests) -> None:
         """Digests that were not ready with the grant."""
         rows = message.rows
-        if self._machine.terminal or (len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < len(self._page)):
+        if self._machine.terminal or (len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < len(self._rows)):
             self._ctx.stats.stale_messages += 1
             return
         self._store_digests(rows, message.digests)
@@ -177,74 +190,100 @@ class Pull:
         for index, row in enumerate(rows.tolist()):
             self._expected[row] = digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
 
-    def _plan(self, rows: NDArray[np.int64]) -> None:
-        """Join rows that are adjacent on both sides into reads of up to `max_segment_bytes`."""
-        if not len(rows):
-            return
-        rows = rows[np.lexsort((self._remote[rows], self._group[rows]))]
-        breaks = (
-            (np.diff(self._group[rows]) != 0) | (np.diff(self._remote[rows]) != 1) | (np.diff(self._page[rows]) != 1)
-        )
-        for run in np.split(rows, np.flatnonzero(breaks) + 1):
-            page_bytes = self._ctx.storage.region(int(self._group[run[0]])).page_bytes
-            step = max(1, self._ctx.config.max_segment_bytes // page_bytes)
-            self._queue.extend(run[start : start + step] for start in range(0, len(run), step))
-
     def _pump(self) -> None:
-        peer = self._peer
-        assert peer is not None
-        while self._queue and self._reads < self._ctx.config.max_segments_in_flight and not self._machine.terminal:
-            rows = self._queue.popleft()
-            group = int(self._group[rows[0]])
-            region = self._ctx.storage.region(group)
-            size = region.page_bytes
-            try:
-                peer.link.get(
-                    region.address + int(self._page[rows[0]]) * size, len(rows) * size, peer.pool(group),
-                    int(self._remote[rows[0]]) * size, self._ctx.registrations[group], Read(self, rows),
-                )  # fmt: skip
-            except (LinkClosedError, TransceiverError) as error:
-                self.fail(TransferStatus.FAILED, str(error))
+        limit = self._ctx.config.max_segments_in_flight
+        while self._queue and self._reads < limit and not self._machine.terminal:
+            segment = self._queue[0]
+            if segment.staged and not self._stage(segment):
+                break  # goes on when a buffer comes back
+            self._queue.popleft()
+            if not self._issue(segment):
                 return
-            self._reads += 1
-            self._segments += 1
         self._check_done()
 
-    def on_read(self, rows: NDArray[np.int64] | None, error: str | None) -> None:
-        """A read ended (`rows` None: one of generation numbers)."""
+    def _stage(self, segment: Segment) -> bool:
+        """Give a staged segment a buffer; False while all are in use."""
+        size = segment.pieces[0].nbytes
+        if not self._buffers:
+            if self._buffers_made == _MAX_BUFFERS:
+                return False
+            self._buffers_made += 1
+            self._buffers.append(np.empty(max(size, STAGING_BYTES), np.uint8))
+        segment.buffer = self._buffers.pop()
+        segment.pieces = [replace(segment.pieces[0], local=segment.buffer.ctypes.data)]
+        return True
+
+    def _issue(self, segment: Segment) -> bool:
+        """Start a segment's reads; False when the transfer failed over it."""
+        peer, group = self._peer, segment.group
+        assert peer is not None
+        registration = None if segment.staged else self._ctx.registrations[group]
+        for piece in segment.pieces:
+            try:
+                peer.link.get(
+                    piece.local, piece.nbytes, peer.pool(group), piece.remote, registration, Read(self, segment)
+                )
+            except (LinkClosedError, TransceiverError) as error:
+                self.fail(TransferStatus.FAILED, str(error))
+                return False
+            self._reads += 1
+            segment.waiting += 1
+            self._segments += 1
+        if not segment.pieces:
+            self._arrived(segment)
+        return True
+
+    def on_read(self, segment: Segment | None, error: str | None) -> None:
+        """A read ended (`segment` None: one of generation numbers)."""
         self._reads -= 1
         if error is not None:
             self.fail(TransferStatus.FAILED, f"a read failed: {error}")
-        elif not self._machine.terminal and rows is not None:
-            self._bytes += len(rows) * self._ctx.storage.region(int(self._group[rows[0]])).page_bytes
-            if self._ctx.config.verify:
-                self._hash(rows)
+        elif not self._machine.terminal and segment is not None:
+            segment.waiting -= 1
+            if not segment.waiting:
+                self._bytes += segment.nbytes
+                self._arrived(segment)
             self._pump()
         else:
             self._check_done()
         self._try_settle()
 
-    def _hash(self, rows: NDArray[np.int64]) -> None:
-        storage = self._ctx.storage
-        keys = list(zip(self._group[rows].tolist(), self._page[rows].tolist(), self._valid[rows].tolist(), strict=True))
+    def _arrived(self, segment: Segment) -> None:
+        """All bytes of a segment are here: put staged ones in place, and hash."""
+        storage, verify, peer = self._ctx.storage, self._ctx.config.verify, self._peer
+        if not verify and not segment.staged:
+            return
+        assert peer is not None
+        columns = (self._rows.page[segment.rows].tolist(), self._rows.valid[segment.rows].tolist())
+        remote_bytes = peer.page_bytes(segment.group)
+        view = segment.part.receiver if segment.part is not None else None
 
         def work() -> list[bytes]:
-            return [block_digest(storage, *key) for key in keys]
+            if segment.staged:
+                segment.place(self._rows, storage, remote_bytes)
+            if not verify:
+                return []
+            return [
+                block_digest(storage, segment.group, page, valid, view) for page, valid in zip(*columns, strict=True)
+            ]
 
-        if len(rows) * storage.region(keys[0][0]).page_bytes <= _INLINE_HASH_BYTES:
-            self._actual.update(zip(rows.tolist(), work(), strict=True))
+        if not segment.staged and segment.nbytes <= _INLINE_HASH_BYTES:
+            self._actual.update(zip(segment.rows.tolist(), work(), strict=True))
             return
 
         def done(result: list[bytes] | BaseException) -> None:
-            self._hashing -= 1
+            self._working -= 1
+            if segment.buffer is not None:
+                self._buffers.append(segment.buffer)
+                segment.buffer = None
             if isinstance(result, BaseException):
-                self.fail(TransferStatus.FAILED, f"could not hash received blocks: {result!r}")
+                self.fail(TransferStatus.FAILED, f"could not place or hash received blocks: {result!r}")
             else:
-                self._actual.update(zip(rows.tolist(), result, strict=True))
-                self._check_done()
+                self._actual.update(zip(segment.rows.tolist(), result, strict=False))
+                self._pump()
             self._try_settle()
 
-        self._hashing += 1
+        self._working += 1
         self._ctx.in_background(work, done)
 
     def _check_done(self) -> None:
@@ -258,7 +297,7 @@ class Pull:
         if self._machine.state is not TransferState.TRANSFERRED:
             self._check_generations()
             self._machine.advance(TransferState.TRANSFERRED)
-        if self._hashing:
+        if self._working:
             return
         if self._ctx.config.verify:
             arrived = np.flatnonzero(~self._bad).tolist()
@@ -275,8 +314,8 @@ class Pull:
         """Start reading the holder's generation numbers; False when no block was read."""
         peer = self._peer
         assert peer is not None
-        for group in np.unique(self._group[self._remote >= 0]).tolist():
-            pages = self._remote[(self._group == group) & (self._remote >= 0)]
+        for group in np.unique(self._rows.group[self._rows.remote >= 0]).tolist():
+            pages = self._rows.remote[(self._rows.group == group) & (self._rows.remote >= 0)]
             low, high = int(pages.min()), int(pages.max()) + 1
             scratch = np.zeros(high - low, np.uint64)
             self._scratch[group] = (low, scratch)
@@ -292,8 +331,8 @@ class Pull:
 
     def _check_generations(self) -> None:
         for group, (low, scratch) in self._scratch.items():
-            rows = np.flatnonzero((self._group == group) & (self._remote >= 0))
-            stale = scratch[self._remote[rows] - low] != self._generation[rows]
+            rows = np.flatnonzero((self._rows.group == group) & (self._rows.remote >= 0))
+            stale = scratch[self._rows.remote[rows] - low] != self._rows.generation[rows]
             self._ctx.stats.stale_generations += int(stale.sum())
             self._bad[rows[stale]] = True
 
@@ -301,7 +340,7 @@ class Pull:
         if not self._bad.any():
             self._end(TransferStatus.DONE, "")
             return
-        missing = int((self._remote == _MISSING).sum())
+        missing = int((self._rows.remote == _MISSING).sum())
         reason = f"{int(self._bad.sum())} of {len(self._bad)} blocks did not arrive whole"
         self._end(TransferStatus.FAILED, f"{reason} ({missing} not held by the holder)" if missing else reason)
 
@@ -327,7 +366,7 @@ class Pull:
                 peer.link.send(encode(Ack(self.pull_id, status.value, reason[:2000], good, self._bytes)))
             except LinkClosedError as error:
                 _log.debug("acknowledgement not sent: %s", error)
-        bad = tuple(zip(self._group[self._bad].tolist(), self._ordinal[self._bad].tolist(), strict=True))
+        bad = tuple(zip(self._rows.group[self._bad].tolist(), self._rows.ordinal[self._bad].tolist(), strict=True))
         transport = peer.link.transport if peer is not None else ""
         outcome = TransferOutcome(status, reason, good, self._bytes, self._segments, transport, bad, self._seconds(now))
         self._ctx.post(lambda: self._watch_drain(peer))
@@ -355,7 +394,7 @@ class Pull:
             peer.cut("reads did not end within drain_timeout_ms")
 
     def _try_settle(self) -> None:
-        if self._machine.terminal and not self._reads and not self._hashing:
+        if self._machine.terminal and not self._reads and not self._working:
             self.force_settled()
 
     def force_settled(self) -> None:

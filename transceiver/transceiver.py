@@ -23,6 +23,7 @@ from transceiver.errors import TransceiverClosedError, TransceiverError, Transce
 from transceiver.handshake import MIN_SECRET_BYTES
 from transceiver.holder import HolderSide
 from transceiver.loop_context import LoopContext
+from transceiver.parallel_layout import RankShare
 from transceiver.peers import PeerTable
 from transceiver.publication import Publication
 from transceiver.receiver import Pull
@@ -43,11 +44,14 @@ class CacheTransceiver:
 
     `storage` must outlive `close()`. `secret` (at least 16 bytes) is the cluster's; peers with another one are refused.
     `host` is the address under which peers reach this machine. `faults` is for the inproc backend.
+    `shares` says, per layer group, which heads this rank holds of a model that is shared out over several; without it
+    only peers with an equal layout fit.
     """
 
     def __init__(
         self, *, worker_id: str, storage: PageStorage, config: CacheTransceiverConfig, secret: bytes,
         host: str = "127.0.0.1", clock: Callable[[], float] = time.monotonic, faults: FaultInjector | None = None,
+        shares: tuple[RankShare, ...] | None = None,
     ) -> None:  # fmt: skip
         if len(secret) < MIN_SECRET_BYTES:
             raise ValueError(f"the cluster secret has {len(secret)} bytes: use at least {MIN_SECRET_BYTES}")
@@ -55,7 +59,7 @@ class CacheTransceiver:
             raise ValueError("worker_id needs 1 to 256 characters")
         self._transport = make_transport(worker_id, config, host, faults)
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="kvferry-digest")
-        self._ctx = LoopContext(worker_id, storage, config, secret, self._transport, self._executor, clock)
+        self._ctx = LoopContext(worker_id, storage, config, secret, self._transport, self._executor, clock, shares)
         self._holder = HolderSide(self._ctx, secrets.token_bytes(16))
         self._peers: PeerTable | None = None
         self._pulls: dict[int, Pull] = {}

@@ -10,6 +10,7 @@ from kvcache.layout import KvLayout
 from tests.unit.transceiver.rig import make_layout
 from transceiver.errors import HandshakeRefusedError, WireFormatError
 from transceiver.handshake import (
+    PeerLayout,
     check_challenge,
     check_layout,
     check_proof,
@@ -64,13 +65,13 @@ def test_a_proof_is_bound_to_names_nonces_and_layout() -> None:
 )
 def test_the_differing_field_is_named(field: str, other: KvLayout) -> None:
     with pytest.raises(HandshakeRefusedError) as refusal:
-        check_layout(make_layout(), pack_layout(other))
+        check_layout(PeerLayout(make_layout()), pack_layout(PeerLayout(other)))
     assert refusal.value.field == field
     assert field in str(refusal.value)
 
 
 def test_layout_round_trip_and_garbage() -> None:
-    assert unpack_layout(pack_layout(make_layout()))[1] == make_layout()
-    for blob in (b"", b"\x80", b"\xff" * 10, pack_layout(make_layout())[:-3]):
+    assert unpack_layout(pack_layout(PeerLayout(make_layout())))[1] == PeerLayout(make_layout())
+    for blob in (b"", b"\x80", b"\xff" * 10, pack_layout(PeerLayout(make_layout()))[:-3]):
         with pytest.raises(WireFormatError):
             unpack_layout(blob)

@@ -1,0 +1,78 @@
+"""Several pulls that together fill the same pages, seen as one: the ranks of a server whose layout is unlike ours.
+
+The outcome comes when every part is settled: all done is done; cancelled beats failed beats timed out. The first part
+that fails ends the others, so that no holder waits for a transfer that cannot succeed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+from transceiver.receiver import Pull
+from transceiver.transfer_types import TransferOutcome, TransferStatus
+
+__all__ = ["FoldedPull", "fold_outcomes"]
+
+_SEVERITY = (TransferStatus.DONE, TransferStatus.TIMED_OUT, TransferStatus.FAILED, TransferStatus.CANCELLED)
+
+
+def fold_outcomes(outcomes: Sequence[TransferOutcome], first: TransferOutcome | None = None) -> TransferOutcome:
+    """One outcome for all parts; `first`, the one that ended the others, gives status and reason."""
+    worst = first or max(outcomes, key=lambda outcome: _SEVERITY.index(outcome.status))
+    bad = sorted({pair for outcome in outcomes for pair in outcome.bad_ordinals})
+    seconds: dict[str, float] = {}
+    for outcome in outcomes:
+        for name, value in outcome.seconds.items():
+            seconds[name] = max(seconds.get(name, 0.0), value)
+    return TransferOutcome(
+        worst.status,
+        worst.reason,
+        min((outcome.blocks for outcome in outcomes if outcome.bytes), default=0),
+        sum(outcome.bytes for outcome in outcomes),
+        sum(outcome.segments for outcome in outcomes),
+        "+".join(sorted({outcome.transport for outcome in outcomes if outcome.transport})),
+        tuple(bad),
+        seconds,
+    )
+
+
+class FoldedPull:
+    """`future` and `settled` as of one `Pull`. Made from pulls that were started; thread-safe."""
+
+    def __init__(self, pulls: Sequence[Pull]) -> None:
+        if not pulls:
+            raise ValueError("folding needs at least one pull")
+        self.future: Future[TransferOutcome] = Future()
+        self.settled: Future[None] = Future()
+        self._pulls = tuple(pulls)
+        self._lock = threading.Lock()
+        self._open = len(pulls)
+        self._first: TransferOutcome | None = None
+        for pull in pulls:
+            pull.future.add_done_callback(self._ended)
+            pull.settled.add_done_callback(self._one_settled)
+
+    def cancel(self) -> bool:
+        """Cancel every part. True when nothing touches the pages any more."""
+        answers = [pull.cancel() for pull in self._pulls]  # every one must be asked
+        return all(answers)
+
+    def _ended(self, future: Future[TransferOutcome]) -> None:
+        outcome = future.result()
+        with self._lock:
+            if outcome.status is TransferStatus.DONE or self._first is not None:
+                return
+            self._first = outcome
+        for pull in self._pulls:
+            pull.cancel()
+
+    def _one_settled(self, _: Future[None]) -> None:
+        with self._lock:
+            self._open -= 1
+            if self._open:
+                return
+            first = self._first
+        self.future.set_result(fold_outcomes([pull.future.result() for pull in self._pulls], first))
+        self.settled.set_result(None)
