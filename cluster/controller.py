@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -15,8 +16,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from cluster.config import ClusterConfig
 from cluster.errors import StartupError
 from cluster.fleet import Fleet
+from cluster.launch.allocation import CONTEXT_RESOURCE, GENERATION_RESOURCE
 from cluster.ray_channel import RayChannel
-from cluster.worker import WorkerSpec
+from cluster.worker import WorkerRole, WorkerSpec
 from cluster.worker_handle import WorkerHandle
 from cluster.worker_plan import WORKER_CLASS, cluster_secret, plan_workers
 
@@ -25,6 +27,7 @@ __all__ = ["Controller"]
 log = logging.getLogger(__name__)
 
 _PLACEMENT_TIMEOUT_S = 60.0
+_PLACED_BY = {WorkerRole.CONTEXT: CONTEXT_RESOURCE, WorkerRole.GENERATION: GENERATION_RESOURCE}
 _OBJECT_STORE_BYTES = 100 * 2**20  # KV never passes through Ray's object store; control messages are small
 
 
@@ -54,14 +57,14 @@ class Controller:
         os.environ.setdefault("RAY_DEDUP_LOGS", "0")
         try:
             if self._address:
-                ray.init(address=self._address, log_to_driver=False, logging_level=logging.WARNING)
+                ray.init(address=self._address, log_to_driver=False, logging_level=logging.ERROR)
             else:
                 ray.init(
                     num_cpus=max(os.cpu_count() or 1, len(self._plan())),
                     include_dashboard=False,
                     object_store_memory=_OBJECT_STORE_BYTES,
                     log_to_driver=False,
-                    logging_level=logging.WARNING,
+                    logging_level=logging.ERROR,
                     _node_ip_address="127.0.0.1",
                 )
         except Exception as error:
@@ -74,15 +77,18 @@ class Controller:
 
         Raises StartupError when the cluster has not the resources for all workers.
         """
-        reachable_from = ray.util.get_node_ip_address() if self._address else "127.0.0.1"
+        reachable_from = "127.0.0.1"
+        if self._address:
+            reachable_from = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         specs = self._plan(cluster_secret(), reachable_from)
-        bundles = [self._resources() for _ in specs]
+        bundles = [self._resources(spec.role) for spec in specs]
         self._group = placement_group(bundles, strategy="SPREAD")
         if not self._group.wait(_PLACEMENT_TIMEOUT_S):
             wanted = {name: sum(b.get(name, 0) for b in bundles) for name in ("CPU", "GPU")}
+            offered = ray.available_resources()  # type: ignore[no-untyped-call]
             self._remove_group()
             raise StartupError(
-                f"{len(specs)} workers need {wanted}, but the Ray cluster offers {ray.available_resources()}: "
+                f"{len(specs)} workers need {wanted}, but the Ray cluster offers {offered}: "
                 "start more nodes or lower num_instances"
             )
         return Fleet(self._create(spec, index) for index, spec in enumerate(specs))
@@ -99,18 +105,33 @@ class Controller:
     def _plan(self, secret: bytes = b"", reachable_from: str = "127.0.0.1") -> list[WorkerSpec]:
         return plan_workers(self._config, aggregated=self._aggregated, secret=secret, reachable_from=reachable_from)
 
-    def _resources(self) -> dict[str, float]:
+    def _resources(self, role: WorkerRole) -> dict[str, float]:
+        resources = {"CPU": 1.0}
         if self._config.engine.device.startswith("cuda"):
-            return {"CPU": 1.0, "GPU": 1.0}
-        return {"CPU": 1.0}
+            resources["GPU"] = 1.0
+        placed = _PLACED_BY.get(role)
+        offered = ray.cluster_resources()  # type: ignore[no-untyped-call]
+        if placed is not None and placed in offered:  # a launcher says which node takes which role
+            resources[placed] = 1.0
+        return resources
+
+    def _environment(self, role: WorkerRole) -> dict[str, str]:
+        slurm = self._config.slurm
+        if slurm is None:
+            return {}
+        return slurm.context_env if role is WorkerRole.CONTEXT else slurm.generation_env
 
     def _create(self, spec: WorkerSpec, bundle: int) -> WorkerHandle:
-        resources = self._resources()
-        actor = (
+        assert self._group is not None
+        resources = self._resources(spec.role)
+        environment = self._environment(spec.role)
+        actor: Any = (
             ray.remote(WORKER_CLASS[spec.role])
             .options(
-                num_cpus=resources["CPU"],
-                num_gpus=resources.get("GPU", 0),
+                num_cpus=resources.pop("CPU"),
+                num_gpus=resources.pop("GPU", 0),
+                resources=resources,
+                runtime_env={"env_vars": environment} if environment else None,
                 max_restarts=-1,
                 max_concurrency=4096,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle),

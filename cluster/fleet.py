@@ -26,6 +26,7 @@ class Fleet:
 
     def __init__(self, handles: Iterable[WorkerHandle], *, recovery_s: float = 120.0) -> None:
         self.handles: tuple[WorkerHandle, ...] = tuple(handles)
+        self.started = False
         self._recovery_s = recovery_s
         self._changed = asyncio.Condition()
         self._supervisors: list[asyncio.Task[None]] = []
@@ -40,6 +41,7 @@ class Fleet:
         layouts = {handle.info.layout_fingerprint for handle in self.handles if handle.info is not None}
         if len(layouts) > 1:
             raise StartupError("the workers' KV layouts differ: model, dtype and tokens_per_block must be equal on all")
+        self.started = True
         self._supervisors = [asyncio.create_task(self._supervise(handle)) for handle in self.handles]
         await self._notify()
 

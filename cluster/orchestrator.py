@@ -10,9 +10,8 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections import Counter
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -20,6 +19,7 @@ from cluster.errors import (
     ClusterError,
     EngineFailedError,
     InvalidRequestError,
+    NotReadyError,
     PromptTooLongError,
     QueueFullError,
     TransferFailedError,
@@ -28,6 +28,7 @@ from cluster.errors import (
 from cluster.fleet import Fleet
 from cluster.request import EngineRequest, FinishReason
 from cluster.routing import Router, RouteRequest
+from cluster.serve_metrics import ServeMetrics
 from cluster.serve_request import ServeRequest, TurnRecord
 from cluster.serve_stream import ServeStream
 from cluster.turns import Turns
@@ -55,17 +56,6 @@ class OrchestratorSettings:
     backflow_wait_s: float = 5.0
 
 
-@dataclass(slots=True)
-class OrchestratorCounters:
-    """Totals since the start, for metrics. `finished` counts by finish reason."""
-
-    requests: int = 0
-    retries: int = 0
-    disaggregated: int = 0
-    local_prefills: int = 0
-    finished: Counter[str] = field(default_factory=Counter)
-
-
 class Orchestrator:
     """Routes requests to workers, moves them from the context to the generation side, retries after a death."""
 
@@ -74,8 +64,8 @@ class Orchestrator:
     ) -> None:
         self.fleet = fleet
         self.settings = settings
-        self.turns = Turns()
-        self.counters = OrchestratorCounters()
+        self.metrics = ServeMetrics()
+        self.turns = Turns(self.metrics)
         self.in_flight = 0
         self._routers = {WorkerRole.CONTEXT: context_router, WorkerRole.GENERATION: generation_router}
         self._routers[WorkerRole.AGGREGATED] = generation_router
@@ -97,11 +87,17 @@ class Orchestrator:
         await self.fleet.close()
 
     async def serve(self, request: ServeRequest) -> ServeStream:
-        """Start serving. Raises PromptTooLongError, InvalidRequestError or QueueFullError before anything is sent."""
+        """Start serving.
+
+        Raises PromptTooLongError, InvalidRequestError, QueueFullError, or NotReadyError while the workers start, before
+        anything is sent. A request that arrives while a lost worker comes back waits for it.
+        """
+        if not self.fleet.started:
+            raise NotReadyError("the workers are starting; wait until GET /health answers 200")
         if self.in_flight >= self.settings.max_queued_requests:
             raise QueueFullError(f"{self.in_flight} requests are in flight; try again later")
         request = self._checked(request)
-        stream = ServeStream(request)
+        stream = ServeStream(request, self.metrics.inter_token.observe)
         task = asyncio.create_task(self._serve(request, stream))
         stream.attach(task)
         self._streams.add(task)
@@ -110,7 +106,6 @@ class Orchestrator:
 
     async def _serve(self, request: ServeRequest, stream: ServeStream) -> None:
         self.in_flight += 1
-        self.counters.requests += 1
         try:
             await self._serve_with_retries(request, stream)
         except ClusterError as error:
@@ -123,11 +118,10 @@ class Orchestrator:
             stream.fail(EngineFailedError(f"internal error: {type(error).__name__}"))
         finally:
             self.in_flight -= 1
-            self.counters.finished[str(stream.finish_reason)] += 1
+            record = TurnRecord(request.request_id, request.conversation_id, stream.finish_reason, stream.usage)
+            self.metrics.request_ended(record)
             if stream.finish_reason in (FinishReason.ERROR, FinishReason.CANCELLED):
-                self.turns.keep(
-                    TurnRecord(request.request_id, request.conversation_id, stream.finish_reason, stream.usage)
-                )
+                self.turns.keep(record)
 
     async def _serve_with_retries(self, request: ServeRequest, stream: ServeStream) -> None:
         for attempt in itertools.count():
@@ -138,7 +132,7 @@ class Orchestrator:
                 if attempt >= self.settings.max_retries:
                     raise
                 log.warning("request %s is tried again: %s", request.request_id, error.message)
-                self.counters.retries += 1
+                self.metrics.retries.inc()
                 stream.note(retries=attempt + 1)
 
     async def _attempt(self, request: ServeRequest, stream: ServeStream) -> None:
@@ -180,7 +174,7 @@ class Orchestrator:
         prompt_tokens = len(request.prompt_ids)
         cached = min(prefill.cached_tokens, prompt_tokens)
         stream.note(ctx_cached_tokens=cached, recomputed_tokens=prompt_tokens - cached, ctx_worker=context.worker_id)
-        self.counters.disaggregated += 1
+        self.metrics.prefills.labels("context").inc()
         stream.emit((prefill.token_id,))
         if prefill.ticket is None:
             self._close_turn(request, stream, engine_request, context, None, None, prefill.finish_reason)
@@ -200,9 +194,11 @@ class Orchestrator:
         stream.note(gen_worker=generation.worker_id)
         generation.open_stream(request_id)
         try:
-            admission = await generation.generate(engine_request, ticket)
+            with self.metrics.handoff.time():
+                admission = await generation.generate(engine_request, ticket)
             if admission.status is AdmissionStatus.TRANSFER_FAILED:
                 reason = admission.transfer.reason if admission.transfer else "unknown"
+                self.metrics.transfer_failures.labels("ctx_to_gen").inc()
                 raise TransferFailedError(f"{generation.worker_id} could not fetch the prompt's KV: {reason}")
             if ticket is not None:
                 moved = admission.transfer
@@ -243,7 +239,7 @@ class Orchestrator:
                 prompt_tokens = len(request.prompt_ids)
                 cached = min(delta.cached_tokens or 0, prompt_tokens)
                 stream.note(ctx_cached_tokens=cached, recomputed_tokens=prompt_tokens - cached)
-                self.counters.local_prefills += 1
+                self.metrics.prefills.labels("local").inc()
             self._close_turn(request, stream, engine_request, context, generation, delta.ticket, delta.finish_reason)
 
     def _close_turn(

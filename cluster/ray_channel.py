@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import ray
@@ -12,6 +13,8 @@ from cluster.errors import ClusterError, EngineFailedError, WorkerLostError
 
 __all__ = ["RayChannel"]
 
+log = logging.getLogger(__name__)
+
 
 class RayChannel:
     """A `WorkerChannel` over an actor handle.
@@ -19,14 +22,15 @@ class RayChannel:
     A death that Ray reports becomes WorkerLostError at once; an error of the worker's own tree arrives as itself.
     """
 
-    def __init__(self, actor: ActorHandle) -> None:
+    def __init__(self, actor: ActorHandle[Any]) -> None:
         self._actor = actor
 
     async def call(self, method: str, *args: Any) -> Any:
         try:
             return await getattr(self._actor, method).remote(*args)
         except RayActorError as error:
-            raise WorkerLostError(_first_line(error)) from error
+            log.debug("%s: %s", method, error)
+            raise WorkerLostError("its process died or cannot be reached") from error
         except RayTaskError as error:
             if isinstance(error.cause, ClusterError):
                 raise error.cause from None
@@ -35,6 +39,5 @@ class RayChannel:
     async def kill(self) -> None:
         ray.kill(self._actor, no_restart=False)
 
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    async def end(self) -> None:
+        ray.kill(self._actor, no_restart=True)

@@ -100,14 +100,14 @@ class Scheduler:
                 scheduled.append((sequence, tokens))
                 budget -= tokens
         while self._waiting and budget > 0 and len(self._running) < self._max_batch_size:
-            tokens = self._admit(self._waiting[0], budget)
-            if tokens is None:
+            admitted = self._admit(self._waiting[0], budget)
+            if admitted is None:
                 break
             sequence = self._waiting.popleft()
-            if tokens:
+            if admitted:
                 self._running.append(sequence)
-                scheduled.append((sequence, tokens))
-                budget -= tokens
+                scheduled.append((sequence, admitted))
+                budget -= admitted
         if not scheduled:
             return None
         steps = [self._step_of(sequence, tokens) for sequence, tokens in scheduled]

@@ -21,14 +21,20 @@ class ServeStream:
     iterator once, after every token that was produced before it.
     """
 
-    def __init__(self, request: ServeRequest, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        request: ServeRequest,
+        observe_token_s: Callable[[float], None] = lambda seconds: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.request = request
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
         self.usage = RequestUsage(prompt_tokens=len(request.prompt_ids))
         self.stop_requested = False
         self._clock = clock
-        self._started = clock()
+        self._started = self._last_emit = clock()
+        self._observe_token_s = observe_token_s
         self._items: asyncio.Queue[tuple[int, ...] | ClusterError | None] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
         self._on_stop: Callable[[], Awaitable[None]] | None = None
@@ -77,8 +83,13 @@ class ServeStream:
         """Give tokens to the client."""
         if not token_ids:
             return
+        now = self._clock()
         if self.usage.ttft_s is None:
-            self.note(ttft_s=self._clock() - self._started)
+            self.note(ttft_s=now - self._started)
+        else:
+            for _ in token_ids:
+                self._observe_token_s((now - self._last_emit) / len(token_ids))
+        self._last_emit = now
         self.token_ids.extend(token_ids)
         self._items.put_nowait(token_ids)
 

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.errors import ClusterError
+from cluster.serve_metrics import ServeMetrics
 from cluster.serve_request import TurnRecord
 from cluster.worker import TurnHandoff
 from cluster.worker_handle import WorkerHandle
@@ -36,7 +37,8 @@ class _Closing:
 class Turns:
     """Turns being closed, and records of the last `max_records` requests."""
 
-    def __init__(self, *, max_records: int = 4096) -> None:
+    def __init__(self, metrics: ServeMetrics, *, max_records: int = 4096) -> None:
+        self._metrics = metrics
         self._closing: list[_Closing] = []
         self._records: OrderedDict[str, TurnRecord] = OrderedDict()
         self._settled: dict[str, asyncio.Event] = {}
@@ -108,6 +110,7 @@ class Turns:
                 with contextlib.suppress(ClusterError):
                     await generation.release(turn.request_id)
         finally:
+            self._metrics.turn_closed(record)
             self.keep(record)
             self._closing = [closing for closing in self._closing if closing.turn is not turn]
             settled = self._settled.pop(record.request_id, None)

@@ -46,6 +46,10 @@ class WorkerChannel(Protocol):
         """End the worker's process now, so that it is started anew where the channel restarts processes."""
         ...
 
+    async def end(self) -> None:
+        """End the worker's process for good. Idempotent."""
+        ...
+
 
 class LocalChannel:
     """A worker in this very process (tests, single-process examples)."""
@@ -57,6 +61,9 @@ class LocalChannel:
         return await getattr(self._worker, method)(*args)
 
     async def kill(self) -> None:
+        await self._worker.close()
+
+    async def end(self) -> None:
         await self._worker.close()
 
 
@@ -106,7 +113,7 @@ class WorkerHandle:
         log.warning("worker %s is lost: %s", self.worker_id, reason)
         self.state = WorkerState.LOST
         for queue in self._streams.values():
-            queue.put_nowait(WorkerLostError(f"{self.worker_id} died: {reason}"))
+            queue.put_nowait(WorkerLostError(f"{self.worker_id} was lost: {reason}"))
         self._stop_tasks()
         self.lost.set()
 
@@ -118,6 +125,7 @@ class WorkerHandle:
             await asyncio.wait_for(self.channel.call("close"), 30)
         except (WorkerLostError, TimeoutError) as error:
             log.info("worker %s was gone before it could be closed: %s", self.worker_id, error)
+        await self.channel.end()
 
     # --- calls ---
 
@@ -164,7 +172,7 @@ class WorkerHandle:
             return await self.channel.call(method, *args)
         except WorkerLostError as error:
             self.mark_lost(error.message)
-            raise
+            raise WorkerLostError(f"{self.worker_id} was lost during {method}: {error.message}") from error
 
     # --- outputs ---
 
