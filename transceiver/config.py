@@ -33,15 +33,15 @@ class BackflowMode(StrEnum):
 class CacheTransceiverConfig(BaseModel):
     """How KV blocks travel between workers. Unknown keys are refused; the value is immutable."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", use_attribute_docstrings=True)
 
-    backend: TransceiverBackend = TransceiverBackend.UCX
+    backend: Annotated[TransceiverBackend, Field(strict=False)] = TransceiverBackend.UCX
     """Transport: `ucx` between processes and hosts, `inproc` inside one process (tests, single-process runs)."""
     kv_transfer_timeout_ms: PositiveInt = 60_000
     """Longest time one transfer may take, from its request to its end (milliseconds). It cannot be switched off."""
     verify: bool = True
     """Send a digest per block and check it before the block is used; a mismatch is recomputed."""
-    kv_backflow: BackflowMode = BackflowMode.AUTO
+    kv_backflow: Annotated[BackflowMode, Field(strict=False)] = BackflowMode.AUTO
     """Return of the answer's blocks to the context side: when cheaper (`auto`), always (`eager`), never (`off`)."""
     enable_pipelined_transfer: bool = False
     """Send the blocks of a prefill chunk while the next one computes (block reuse off or `all_reusable` only)."""

@@ -222,3 +222,9 @@ def test_the_merged_tree_is_a_configuration_again(tmp_path: Path) -> None:
 def test_the_tree_is_frozen() -> None:
     with pytest.raises(ValueError, match="frozen"):
         load_config().model = "hash"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("value", ["'60000'", "true", "60000.0"])
+def test_the_transceiver_section_converts_nothing_either(value: str) -> None:
+    (problem,) = problems_of(None, [f"cache_transceiver_config.kv_transfer_timeout_ms={value}"])
+    assert "integer" in problem.remedy
