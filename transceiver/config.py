@@ -50,9 +50,9 @@ class CacheTransceiverConfig(BaseModel):
     ucx_options: dict[str, str] = Field(default_factory=dict)
     """Further UCX options by name without the UCX_ prefix; they win over the built-in ones."""
     max_segment_bytes: PositiveInt = 4 << 20
-    """Longest single read; runs of adjacent pages are joined up to this size (bytes)."""
-    max_segments_in_flight: PositiveInt = 64
-    """Reads under way per transfer."""
+    """Size of one batch of reads (bytes): the step in which a transfer goes on, is cancelled, and is hashed."""
+    max_segments_in_flight: PositiveInt = 8
+    """Batches of reads under way per transfer."""
     max_publications: PositiveInt = 4096
     """Grants open at once on the holding side; further ones are refused."""
     max_pulls: PositiveInt = 1024

@@ -46,6 +46,8 @@ class FoldedPull:
             raise ValueError("folding needs at least one pull")
         self.future: Future[TransferOutcome] = Future()
         self.settled: Future[None] = Future()
+        for future in (self.future, self.settled):  # a cancelled asyncio wrapper must not cancel them
+            future.set_running_or_notify_cancel()
         self._pulls = tuple(pulls)
         self._lock = threading.Lock()
         self._open = len(pulls)

@@ -20,7 +20,7 @@ from kvcache.storage.page_storage import MemoryRegion
 from transceiver import wire
 from transceiver.errors import LinkClosedError, TransceiverError, TransportUnavailableError
 from transceiver.testing import Fault, FaultInjector, FaultKind
-from transceiver.transport import RemoteRegion, TransportHandler
+from transceiver.transport import ReadBatch, RemoteRegion, TransportHandler
 
 __all__ = ["InprocLink", "InprocTransport"]
 
@@ -66,13 +66,14 @@ class InprocLink:
             raise TransceiverError("this key is not for the inproc transport")
         return _Region(address, nbytes)
 
-    def get(
-        self, local: int, nbytes: int, remote: RemoteRegion, offset: int, region: int | None, token: object
-    ) -> None:
+    def get(self, batch: ReadBatch, remote: RemoteRegion, region: int | None, token: object) -> None:
         if not self.open:
             raise LinkClosedError(f"the link to {self.peer} is closed")
         assert isinstance(remote, _Region)
-        self.owner.start_get(self, local, nbytes, remote.address + offset, token)
+        self.owner.start_get(self, batch, remote.address, token)
+
+    def on_peer_process(self, identity: bytes) -> None:
+        """Nothing to learn: the peer is in this process."""
 
     def close(self) -> None:
         if self.open:
@@ -112,6 +113,10 @@ class InprocTransport:
     @property
     def address(self) -> str:
         return f"inproc://{self._name}"
+
+    @property
+    def identity(self) -> bytes:
+        return b""
 
     def open(self, handler: TransportHandler) -> None:
         self.handler = handler
@@ -188,8 +193,8 @@ class InprocTransport:
                 return True
         return True
 
-    def start_get(self, link: InprocLink, local: int, nbytes: int, remote: int, token: object) -> None:
-        """Queue one read; it copies when the loop reaches it."""
+    def start_get(self, link: InprocLink, batch: ReadBatch, base: int, token: object) -> None:
+        """Queue a batch of reads; it copies when the loop reaches it."""
         number = next(_numbers)
         fault = self.faults.decide("get")
         kind = fault.kind if fault else None
@@ -199,10 +204,12 @@ class InprocTransport:
         def copy() -> None:
             if number not in self._reads:
                 return
-            ctypes.memmove(local, remote, nbytes)
-            if kind is FaultKind.CORRUPT and nbytes:
-                byte = ctypes.c_uint8.from_address(local + nbytes // 2)
-                byte.value ^= 0x10
+            columns = zip(batch.local.tolist(), batch.offset.tolist(), batch.nbytes.tolist(), strict=True)
+            for index, (local, offset, nbytes) in enumerate(columns):
+                ctypes.memmove(local, base + offset, nbytes)
+                if kind is FaultKind.CORRUPT and index == 0:
+                    byte = ctypes.c_uint8.from_address(local + nbytes // 2)
+                    byte.value ^= 0x10
             self._finish(number, None)
 
         if kind is FaultKind.CUT:

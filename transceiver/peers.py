@@ -243,11 +243,12 @@ class PeerTable:
                 peer.parts = parts_between(self._own, check_layout(self._own, message.layout))
                 peer.worker_id = peer.hello.worker_id
                 self._ready(peer)
-                self._tell(peer, Welcome(self._layout, self.own_regions))
+                self._tell(peer, Welcome(self._layout, self.own_regions, self._ctx.transport.identity))
             case Welcome() if peer.outgoing and peer.phase is _Phase.PROVING:
                 layout = check_layout(self._own, message.layout)
                 peer.parts = parts_between(layout, self._own)
                 self._check_regions(peer, layout.layout, message)
+                peer.link.on_peer_process(message.identity)
                 self._ready(peer)
                 for pull in list(peer.pulls.values()):
                     pull.on_link(peer)

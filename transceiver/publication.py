@@ -29,6 +29,7 @@ class Publication:
     ) -> None:  # fmt: skip
         self.ticket = ticket
         self.future: Future[TransferOutcome] = Future()
+        self.future.set_running_or_notify_cancel()  # a cancelled asyncio wrapper must not cancel it
         self.conversation = conversation
         self.scope = scope
         self.lease_s = lease_s

@@ -1,22 +1,24 @@
 """How the rows of a pull become reads: whole pages, single fragments, or through a staging buffer.
 
-Pages alike: runs of pages adjacent on both sides become one read. Unlike layouts with large fragments: one read per
-fragment, straight into place. With small ones: the holder's bytes come in one read into a staging buffer of this side
-and are copied to their places from there, in the digest thread. Pure planning; `Pull` issues what is planned here.
+Pages alike: runs of pages adjacent on both sides become one read. Unlike layouts with large fragments: one read a
+fragment, straight into place. With small ones: the holder's pages come whole into a staging buffer of this side and
+are copied to their places from there, in the digest thread. Reads are put into batches of a few MiB: the unit of
+progress, of cancelling and of hashing. Pure planning; `Pull` issues what is planned here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.storage.page_storage import PageStorage
 from transceiver.page_part import PagePart
+from transceiver.transport import ReadBatch
 
-__all__ = ["STAGING_BYTES", "Piece", "Rows", "Segment", "plan_segments"]
+__all__ = ["STAGING_BYTES", "Rows", "Segment", "plan_segments"]
 
 _DIRECT_FRAGMENT_BYTES = 64 << 10  # at least this large: reading a fragment by itself costs less than staging
 STAGING_BYTES = 1 << 20  # small enough to stay in the cache between the read and the copy to its place
@@ -37,27 +39,25 @@ class Rows:
         return len(self.group)
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """One read: `nbytes` at `remote` of the holder's pool to local address `local` (or into the staging buffer)."""
-
-    local: int
-    nbytes: int
-    remote: int
-
-
 @dataclass(slots=True, eq=False)
 class Segment:
-    """Reads that complete `rows` together. `part` is set when the pages are unlike."""
+    """A batch of reads that completes `rows` together. `part` is set when the pages are unlike.
+
+    A staged batch reads into a buffer that it is given when it starts (`batch.local` then counts from 0).
+    """
 
     rows: NDArray[np.int64]
     group: int
-    pieces: list[Piece]
+    batch: ReadBatch
     nbytes: int
     part: PagePart | None = None
     staged: bool = False
     buffer: NDArray[np.uint8] | None = None
-    waiting: int = field(default=0)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Size of the staging buffer it needs."""
+        return int(self.batch.nbytes.sum())
 
     def place(self, rows: Rows, storage: PageStorage, remote_page_bytes: int) -> None:
         """Copy from the staging buffer into the pages; blocks. Only for staged segments."""
@@ -81,21 +81,23 @@ def plan_segments(
         if part is None:
             yield from _whole_pages(rows, mine, storage, group, max_bytes)
         elif part.nbytes == 0:
-            yield Segment(mine, group, [], 0, part)
+            nothing = np.empty(0, np.uint64)
+            yield Segment(mine, group, ReadBatch(nothing, nothing, nothing), 0, part)
         elif part.nbytes // len(part.fragments) >= _DIRECT_FRAGMENT_BYTES:
-            yield from _fragments(rows, mine, storage, group, part, remote_page_bytes[group])
+            yield from _fragments(rows, mine, storage, group, part, remote_page_bytes[group], max_bytes)
         else:
             yield from _staged(rows, mine, group, part, remote_page_bytes[group])
 
 
-def _runs(rows: Rows, which: NDArray[np.int64], *, local: bool, step: int) -> Iterator[NDArray[np.int64]]:
-    """Rows whose pages are adjacent at the holder (and here, if `local`), at most `step` at a time."""
-    breaks = np.diff(rows.remote[which]) != 1
-    if local:
-        breaks |= np.diff(rows.page[which]) != 1
-    for run in np.split(which, np.flatnonzero(breaks) + 1):
-        for start in range(0, len(run), step):
-            yield run[start : start + step]
+def _runs(adjacent: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """First index of every run; ``adjacent[i]`` says that i + 1 continues i."""
+    return np.concatenate([[0], np.flatnonzero(~adjacent) + 1]).astype(np.int64)
+
+
+def _batches(rows: NDArray[np.int64], page_bytes: int, max_bytes: int) -> Iterator[NDArray[np.int64]]:
+    step = max(1, max_bytes // page_bytes)
+    for start in range(0, len(rows), step):
+        yield rows[start : start + step]
 
 
 def _whole_pages(
@@ -103,25 +105,43 @@ def _whole_pages(
 ) -> Iterator[Segment]:
     region = storage.region(group)
     size = region.page_bytes
-    for run in _runs(rows, which, local=True, step=max(1, max_bytes // size)):
-        local, remote = region.address + int(rows.page[run[0]]) * size, int(rows.remote[run[0]]) * size
-        yield Segment(run, group, [Piece(local, len(run) * size, remote)], len(run) * size)
+    for part in _batches(which, size, max_bytes):
+        pages, remote = rows.page[part].astype(np.int64), rows.remote[part].astype(np.int64)
+        starts = _runs((np.diff(pages) == 1) & (np.diff(remote) == 1))
+        lengths = np.diff(np.append(starts, len(part)))
+        batch = ReadBatch(
+            (region.address + pages[starts] * size).astype(np.uint64),
+            (remote[starts] * size).astype(np.uint64),
+            (lengths * size).astype(np.uint64),
+        )
+        yield Segment(part, group, batch, len(part) * size)
 
 
 def _fragments(
-    rows: Rows, which: NDArray[np.int64], storage: PageStorage, group: int, part: PagePart, remote_size: int
-) -> Iterator[Segment]:
+    rows: Rows, which: NDArray[np.int64], storage: PageStorage, group: int, part: PagePart, remote_size: int,
+    max_bytes: int,
+) -> Iterator[Segment]:  # fmt: skip
     region = storage.region(group)
-    for index in range(len(which)):
-        row = which[index : index + 1]
-        local = region.address + int(rows.page[row[0]]) * region.page_bytes
-        remote = int(rows.remote[row[0]]) * remote_size
-        pieces = [Piece(local + f.target, f.nbytes, remote + f.source) for f in part.fragments]
-        yield Segment(row, group, pieces, part.nbytes, part)
+    source, target, sizes = (
+        np.asarray([getattr(f, name) for f in part.fragments], np.int64) for name in ("source", "target", "nbytes")
+    )
+    for some in _batches(which, part.nbytes, max_bytes):
+        local = region.address + rows.page[some].astype(np.int64)[:, None] * region.page_bytes + target
+        remote = rows.remote[some].astype(np.int64)[:, None] * remote_size + source
+        batch = ReadBatch(
+            local.reshape(-1).astype(np.uint64), remote.reshape(-1).astype(np.uint64),
+            np.tile(sizes, len(some)).astype(np.uint64),
+        )  # fmt: skip
+        yield Segment(some, group, batch, len(some) * part.nbytes, part)
 
 
 def _staged(rows: Rows, which: NDArray[np.int64], group: int, part: PagePart, remote_size: int) -> Iterator[Segment]:
-    for run in _runs(rows, which, local=False, step=max(1, STAGING_BYTES // remote_size)):
-        remote = int(rows.remote[run[0]]) * remote_size
-        piece = Piece(0, len(run) * remote_size, remote)
-        yield Segment(run, group, [piece], len(run) * part.nbytes, part, staged=True)
+    for some in _batches(which, remote_size, STAGING_BYTES):
+        remote = rows.remote[some].astype(np.int64)
+        starts = _runs(np.diff(remote) == 1)
+        lengths = np.diff(np.append(starts, len(some)))
+        batch = ReadBatch(
+            (starts * remote_size).astype(np.uint64), (remote[starts] * remote_size).astype(np.uint64),
+            (lengths * remote_size).astype(np.uint64),
+        )  # fmt: skip
+        yield Segment(some, group, batch, len(some) * part.nbytes, part, staged=True)

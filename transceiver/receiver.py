@@ -23,6 +23,7 @@ from transceiver.loop_context import LoopContext, Timer
 from transceiver.pull_reads import STAGING_BYTES, Rows, Segment, plan_segments
 from transceiver.transfer_state import TransferState, TransferStateMachine
 from transceiver.transfer_types import GrantTicket, TransferOutcome, TransferStatus
+from transceiver.transport import ReadBatch
 from transceiver.wire import Ack, Cancel, Digests, Grant, GroupRows, PullRequest, Refuse, encode
 
 if TYPE_CHECKING:
@@ -59,6 +60,8 @@ class Pull:
         self.ticket = ticket
         self.future: Future[TransferOutcome] = Future()
         self.settled: Future[None] = Future()
+        for future in (self.future, self.settled):  # a cancelled asyncio wrapper must not cancel them
+            future.set_running_or_notify_cancel()
         self.pull_id = pull_id
         self._ctx = context
         self._tables = tables
@@ -203,34 +206,31 @@ class Pull:
 
     def _stage(self, segment: Segment) -> bool:
         """Give a staged segment a buffer; False while all are in use."""
-        size = segment.pieces[0].nbytes
         if not self._buffers:
             if self._buffers_made == _MAX_BUFFERS:
                 return False
             self._buffers_made += 1
-            self._buffers.append(np.empty(max(size, STAGING_BYTES), np.uint8))
+            self._buffers.append(np.empty(max(segment.buffer_bytes, STAGING_BYTES), np.uint8))
         segment.buffer = self._buffers.pop()
-        segment.pieces = [replace(segment.pieces[0], local=segment.buffer.ctypes.data)]
+        local = segment.batch.local + np.uint64(segment.buffer.ctypes.data)
+        segment.batch = replace(segment.batch, local=local)
         return True
 
     def _issue(self, segment: Segment) -> bool:
         """Start a segment's reads; False when the transfer failed over it."""
         peer, group = self._peer, segment.group
         assert peer is not None
-        registration = None if segment.staged else self._ctx.registrations[group]
-        for piece in segment.pieces:
-            try:
-                peer.link.get(
-                    piece.local, piece.nbytes, peer.pool(group), piece.remote, registration, Read(self, segment)
-                )
-            except (LinkClosedError, TransceiverError) as error:
-                self.fail(TransferStatus.FAILED, str(error))
-                return False
-            self._reads += 1
-            segment.waiting += 1
-            self._segments += 1
-        if not segment.pieces:
+        if not len(segment.batch):
             self._arrived(segment)
+            return True
+        registration = None if segment.staged else self._ctx.registrations[group]
+        try:
+            peer.link.get(segment.batch, peer.pool(group), registration, Read(self, segment))
+        except (LinkClosedError, TransceiverError) as error:
+            self.fail(TransferStatus.FAILED, str(error))
+            return False
+        self._reads += 1
+        self._segments += len(segment.batch)
         return True
 
     def on_read(self, segment: Segment | None, error: str | None) -> None:
@@ -239,10 +239,8 @@ class Pull:
         if error is not None:
             self.fail(TransferStatus.FAILED, f"a read failed: {error}")
         elif not self._machine.terminal and segment is not None:
-            segment.waiting -= 1
-            if not segment.waiting:
-                self._bytes += segment.nbytes
-                self._arrived(segment)
+            self._bytes += segment.nbytes
+            self._arrived(segment)
             self._pump()
         else:
             self._check_done()
@@ -320,9 +318,8 @@ class Pull:
             scratch = np.zeros(high - low, np.uint64)
             self._scratch[group] = (low, scratch)
             try:
-                peer.link.get(
-                    scratch.ctypes.data, scratch.nbytes, peer.generations(group), low * 8, None, Read(self, None)
-                )
+                batch = ReadBatch.single(scratch.ctypes.data, low * 8, scratch.nbytes)
+                peer.link.get(batch, peer.generations(group), None, Read(self, None))
             except (LinkClosedError, TransceiverError) as error:
                 self.fail(TransferStatus.FAILED, str(error))
                 return True

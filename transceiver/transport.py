@@ -7,11 +7,32 @@ its completion was delivered nothing of it can write any more.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvcache.storage.page_storage import MemoryRegion
 
-__all__ = ["Link", "RemoteRegion", "Transport", "TransportHandler"]
+__all__ = ["Link", "ReadBatch", "RemoteRegion", "Transport", "TransportHandler"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadBatch:
+    """Parallel columns, one element a read: local address, offset in the remote region, bytes."""
+
+    local: NDArray[np.uint64]
+    offset: NDArray[np.uint64]
+    nbytes: NDArray[np.uint64]
+
+    @staticmethod
+    def single(local: int, offset: int, nbytes: int) -> ReadBatch:
+        """A batch of one read."""
+        return ReadBatch(*(np.asarray([value], np.uint64) for value in (local, offset, nbytes)))
+
+    def __len__(self) -> int:
+        return len(self.local)
 
 
 class RemoteRegion(Protocol):
@@ -42,15 +63,18 @@ class Link(Protocol):
         """Make a peer's region readable. Raises TransceiverError for a key that does not fit."""
         ...
 
-    def get(
-        self, local: int, nbytes: int, remote: RemoteRegion, offset: int, region: int | None, token: object
-    ) -> None:
-        """Start reading `nbytes` at `offset` of `remote` into local address `local`.
+    def get(self, batch: ReadBatch, remote: RemoteRegion, region: int | None, token: object) -> None:
+        """Start a batch of reads from `remote` into local memory.
 
-        `region` is the local registration that holds the destination (None: unregistered scratch memory, which the
-        caller keeps alive). `on_get_done(link, token, error)` follows exactly once, also when the link is lost.
-        Raises LinkClosedError or TransceiverError when nothing was started.
+        `region` is the local registration that holds the destinations (None: unregistered scratch memory, which the
+        caller keeps alive). `on_get_done(link, token, error)` follows exactly once for the batch, when none of its
+        reads is under way any more, also when the link is lost. Raises LinkClosedError or TransceiverError when
+        nothing was started.
         """
+        ...
+
+    def on_peer_process(self, identity: bytes) -> None:
+        """The handshake brought the peer's `Transport.identity`."""
         ...
 
     def close(self) -> None:
@@ -76,6 +100,11 @@ class Transport(Protocol):
     @property
     def address(self) -> str:
         """Where peers connect (after `open`)."""
+        ...
+
+    @property
+    def identity(self) -> bytes:
+        """What a proven peer may know about this process for faster reads (may be empty)."""
         ...
 
     def open(self, handler: TransportHandler) -> None:

@@ -7,6 +7,7 @@ dead peer aborts the process. The loop sleeps in epoll on UCX's event descriptor
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
 import os
 import select
@@ -16,10 +17,13 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from kvcache.storage.page_storage import MemoryRegion
+from transceiver.cma import CmaReader, process_identity, same_host_pid
 from transceiver.config import CacheTransceiverConfig
 from transceiver.errors import LinkClosedError, TransceiverError, TransportUnavailableError
-from transceiver.transport import RemoteRegion, TransportHandler
+from transceiver.transport import ReadBatch, RemoteRegion, TransportHandler
 from transceiver.ucp_binding import UCS_INPROGRESS, UCS_OK, UcpBinding, UcpError
 from transceiver.wire import MAX_MESSAGE_BYTES
 
@@ -27,6 +31,7 @@ __all__ = ["UcxLink", "UcxTransport", "parse_address"]
 
 _log = logging.getLogger(__name__)
 _AM_ID = 23
+_SMALL_READ = 64 << 10  # one read of this size goes through UCX: it also proves that the peer still answers
 _MAX_PROGRESS = 64  # rounds before events are delivered, so that a busy fabric cannot starve the protocol
 _FLUSH_S = 0.2  # on close: how long the last messages may take to leave
 _BASE_OPTIONS = {
@@ -58,6 +63,18 @@ class _RemoteRegion:
     key: int
 
 
+@dataclass(slots=True, eq=False)
+class _Read:
+    """A batch under way; `requests` None: it waits for its one kernel call."""
+
+    token: object
+    batch: ReadBatch
+    remote: _RemoteRegion
+    region: int | None
+    requests: list[int] | None = None
+    error: str | None = None
+
+
 class UcxLink:
     """One UCX endpoint with what is under way on it."""
 
@@ -68,7 +85,8 @@ class UcxLink:
         self.handle: int = endpoint.handle
         self.open = True
         self.keys: list[int] = []
-        self.reads: deque[tuple[int, object]] = deque()
+        self.reads: deque[_Read] = deque()
+        self.cma: CmaReader | None = None
         self.sends: deque[tuple[int, bytes]] = deque()
         self._transport = ""
 
@@ -101,19 +119,37 @@ class UcxLink:
         self.keys.append(handle)
         return _RemoteRegion(address, nbytes, handle)
 
-    def get(
-        self, local: int, nbytes: int, remote: RemoteRegion, offset: int, region: int | None, token: object
-    ) -> None:
+    def get(self, batch: ReadBatch, remote: RemoteRegion, region: int | None, token: object) -> None:
         if not self.open:
             raise LinkClosedError(f"the link to {self.peer} is closed")
         assert isinstance(remote, _RemoteRegion)
+        read = _Read(token, batch, remote, region)
+        if self.cma is None or (len(batch) == 1 and int(batch.nbytes[0]) <= _SMALL_READ):
+            self.issue(read)
+        self.reads.append(read)
+
+    def issue(self, read: _Read) -> None:
+        """Hand a batch to UCX. Raises TransceiverError when nothing was started."""
+        ucp, param, key, base = self.owner.ucp, self.owner.get_param(read.region), read.remote.key, read.remote.address
+        batch = read.batch
+        requests: list[int] = []
+        read.requests = requests
         try:
-            request = self.owner.ucp.get(
-                self.handle, local, nbytes, remote.address + offset, remote.key, self.owner.get_param(region)
-            )
+            for local, offset, nbytes in zip(
+                batch.local.tolist(), batch.offset.tolist(), batch.nbytes.tolist(), strict=True
+            ):
+                request = ucp.get(self.handle, local, nbytes, base + offset, key, param)
+                if request:
+                    requests.append(request)
         except UcpError as error:
-            raise TransceiverError(f"cannot read from {self.peer}: {error}") from error
-        self.reads.append((request, token))
+            read.error = str(error)
+            if not requests:
+                raise TransceiverError(f"cannot read from {self.peer}: {error}") from error
+
+    def on_peer_process(self, identity: bytes) -> None:
+        """On the same host, with a cma lane: read batches with one kernel call (after a probe)."""
+        pid = same_host_pid(identity) if self.transport == "ucx/cma" else None
+        self.cma = CmaReader(pid) if pid is not None else None
 
     def close(self) -> None:
         if self.open:
@@ -143,6 +179,10 @@ class UcxTransport:
     def address(self) -> str:
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"ucx://{host}:{self._listener.port}"
+
+    @property
+    def identity(self) -> bytes:
+        return process_identity() if "cma" in self._config.ucx_tls or self._config.ucx_tls == "all" else b""
 
     def open(self, handler: TransportHandler) -> None:
         self.handler = handler
@@ -253,17 +293,43 @@ class UcxTransport:
             request, _ = link.sends.popleft()
             if request:
                 ucp.free(request)
-        while link.reads:
-            request, token = link.reads[0]
-            status = ucp.status(request) if request else UCS_OK
-            if status == UCS_INPROGRESS:
-                break
-            link.reads.popleft()
-            if request:
-                ucp.free(request)
+        while link.reads and self._advance(link, link.reads[0]):
+            read = link.reads.popleft()
             busy = True
-            self.handler.on_get_done(link, token, None if status == UCS_OK else ucp.status_text(status))
+            self.handler.on_get_done(link, read.token, read.error)
+            if read.requests is None:
+                break  # one kernel call at a time: messages and cancels come in between
         return busy
+
+    def _advance(self, link: UcxLink, read: _Read) -> bool:
+        """True when nothing of `read` is under way any more."""
+        if read.requests is None:
+            if not link.open or link.cma is None:
+                read.error = read.error or "the link is closed"
+                return True
+            try:
+                batch = read.batch
+                link.cma.read(batch.local, batch.offset + np.uint64(read.remote.address), batch.nbytes)
+                return True
+            except OSError as error:
+                if error.errno not in (errno.EPERM, errno.ENOSYS):
+                    read.error = f"reading the peer's memory: {error}"
+                    return True
+                _log.warning("direct reads from %s are refused (%s): UCX reads one by one", link.peer, error)
+                link.cma = None
+            try:
+                link.issue(read)
+            except TransceiverError as error:
+                read.error = str(error)
+        ucp, requests = self.ucp, read.requests or []
+        while requests:
+            status = ucp.status(requests[-1])
+            if status == UCS_INPROGRESS:
+                return False
+            ucp.free(requests.pop())
+            if status != UCS_OK:
+                read.error = ucp.status_text(status)
+        return True
 
     def drop(self, link: UcxLink, reason: str | None) -> None:
         """Close the endpoint, complete what was under way, and report a loss when there is a reason."""
@@ -288,9 +354,8 @@ class UcxTransport:
             self._complete(link)
             ucp.progress(self._handle)
         while link.reads:
-            _, token = link.reads.popleft()
             # Not reported as done: the pages of this read stay in quarantine until the whole transport is closed.
-            _log.error("a read from %s did not end with its endpoint (%r)", link.peer, token)
+            _log.error("a read from %s did not end with its endpoint (%r)", link.peer, link.reads.popleft().token)
         link.sends.clear()
 
     def wake(self) -> None:

@@ -87,11 +87,12 @@ class RegionInfo:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """holder -> receiver: the layout that the pages have here, and where they lie."""
+    """holder -> receiver: the layout that the pages have here, where they lie, and what this process is."""
 
     KIND: ClassVar[int] = 4
     layout: bytes
     regions: tuple[RegionInfo, ...]
+    identity: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +239,7 @@ _READ: dict[str, Callable[[Any], Any]] = {
     "proof": lambda v: _blob(v, 32),
     "layout": lambda v: _blob(v, 1 << 20),
     "regions": _regions,
+    "identity": lambda v: _blob(v, 256),
     "pull_id": _uint,
     "field": lambda v: _text(v, 64),
     "reason": lambda v: _text(v, 2048),

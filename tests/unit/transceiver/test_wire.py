@@ -30,7 +30,7 @@ SAMPLES: list[Message] = [
     Hello(b"n" * 16, "ctx-0"),
     Challenge(b"n" * 16, "gen-0", b"p" * 32),
     Proof(b"p" * 32, b"layout"),
-    Welcome(b"layout", (RegionInfo(0, 0, 2**63, 4096, 64, b"key"), RegionInfo(1, 0, 1, 8, 8, b""))),
+    Welcome(b"layout", (RegionInfo(0, 0, 2**63, 4096, 64, b"key"), RegionInfo(1, 0, 1, 8, 8, b"")), b"id"),
     Refuse(3, "scope", "another scope"),
     PullRequest(1, "t", b"k" * 32, b"c" * 32, b"s", 1, 1000, (GroupRows(0, I4, I4), GroupRows(1, I4[:0], I4[:0]))),
     Grant(1, 1, I4, I4, I4.astype(np.uint64), b"d" * 48),

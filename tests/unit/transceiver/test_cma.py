@@ -1,0 +1,52 @@
+"""One kernel call for many reads: right bytes, refusals as OSError, identity tells processes apart."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from transceiver.cma import CmaReader, process_identity, same_host_pid
+
+
+def addresses(array: np.ndarray, at: list[int]) -> np.ndarray:  # type: ignore[type-arg]
+    return np.asarray([array.ctypes.data + offset for offset in at], np.uint64)
+
+
+def test_more_reads_than_one_call_takes() -> None:
+    source = np.random.default_rng(1).integers(0, 256, 3000 * 16, dtype=np.uint8)
+    target = np.zeros_like(source)
+    order = np.random.default_rng(2).permutation(3000)
+    CmaReader(os.getpid()).read(
+        addresses(target, [16 * i for i in range(3000)]),
+        addresses(source, [16 * int(i) for i in order]),
+        np.full(3000, 16, np.uint64),
+    )
+    assert (target.reshape(3000, 16) == source.reshape(3000, 16)[order]).all()
+
+
+def test_memory_that_is_not_there_is_an_error() -> None:
+    target = np.zeros(64, np.uint8)
+    with pytest.raises(OSError, match="Bad address"):
+        CmaReader(os.getpid()).read(addresses(target, [0]), np.asarray([8], np.uint64), np.asarray([64], np.uint64))
+
+
+def test_a_process_that_ended_is_an_error_and_no_peer() -> None:
+    code = "from transceiver.cma import process_identity as p; print(p().hex())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    identity = bytes.fromhex(done.stdout.strip())
+    assert same_host_pid(identity) is None
+    with pytest.raises(OSError, match="No such process"):
+        CmaReader(2**22 + 1).read(np.asarray([8], np.uint64), np.asarray([8], np.uint64), np.asarray([8], np.uint64))
+
+
+def test_identity() -> None:
+    own = process_identity()
+    assert same_host_pid(own) == os.getpid()
+    assert same_host_pid(own[:-1]) is None
+    assert same_host_pid(b"") is None
+    assert same_host_pid(bytes(16) + own[16:]) is None  # another host
+    assert same_host_pid(own[:-8] + bytes(8)) is None  # the pid belongs to another process now
