@@ -56,7 +56,7 @@ class GenerateRoutes:
             metrics.ignored_fields.inc(call.num_ignored)
             metrics.spliced_tokens.inc(call.prompt.spliced_tokens)
             start = self._stream if call.request.stream else self._whole
-            response = await run_while_connected(request.receive, start(call))
+            response = await run_while_connected(request.receive, start(call), _discard)
         except ClientGoneError:
             metrics.client_disconnects.inc()
             raise
@@ -105,3 +105,9 @@ class GenerateRoutes:
 
     def _format(self, call: Call) -> AnswerFormat:
         return AnswerFormat(call, model_name=self._context.model_name, created=int(self._context.wall_clock()))
+
+
+async def _discard(response: Response) -> None:
+    """A response that will not be sent: its answer is cancelled if it is still being made."""
+    if isinstance(response, EventStreamResponse):
+        await response.aclose()

@@ -93,6 +93,10 @@ class EventStreamResponse(Response):
         self.background = None
         self.init_headers({"cache-control": "no-store", "x-accel-buffering": "no", **headers})
 
+    async def aclose(self) -> None:
+        """Close the chunks without sending anything. Idempotent."""
+        await self._chunks.aclose()
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the whole stream. Returns early, the source closed, on a disconnect."""
         try:
@@ -100,7 +104,7 @@ class EventStreamResponse(Response):
         except (ClientGoneError, OSError):
             self._metrics.client_disconnects.inc()  # nobody is there to be told
         finally:
-            await self._chunks.aclose()
+            await self.aclose()
 
     async def _send_all(self, send: Send) -> None:
         async def part(body: bytes, *, more: bool = True) -> None:

@@ -121,6 +121,9 @@ class ContextWorker(BaseWorker):
             return await future
         except asyncio.CancelledError:
             self.engine.request_stop(sequence.request_id, FinishReason.CANCELLED)
+            if future.done() and not future.cancelled():  # it ended in the same moment: nobody else closes it
+                with self.engine.lock:
+                    sequence.close_cache()
             raise
         finally:
             self._prefills.pop(sequence.request_id, None)

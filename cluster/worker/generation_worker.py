@@ -129,7 +129,11 @@ class GenerationWorker(BaseWorker):
                     if left <= 0:
                         self._close_when_idle(cache, None)
                         raise NotReadyError(f"no pages for the prompt within {timeout_s:.0f} s: {error}") from error
-                    await self._wait_for_pages(min(left, 0.25))
+                    try:
+                        await self._wait_for_pages(min(left, 0.25))
+                    except asyncio.CancelledError:
+                        self._close_when_idle(cache, None)
+                        raise
 
     async def _wait_for_pages(self, seconds: float) -> None:
         try:

@@ -11,6 +11,7 @@ from fastapi import FastAPI
 
 from cluster.errors import TransferFailedError
 from cluster.frontend import FrontendSettings
+from cluster.frontend.disconnect import run_while_connected
 from tests.unit.cluster.frontend.fake_backend import FakeBackend, FakeStream, build_app, client_of
 
 DEADLINE_S = 20.0
@@ -147,3 +148,42 @@ async def test_hanging_up_while_the_body_is_sent_is_no_server_error() -> None:
     client.gone.set()
     await client.run()
     assert client.sent[0]["status"] == 499
+
+
+async def test_result_that_comes_in_the_moment_of_cancelling_is_given_back() -> None:
+    begun_work, gate = asyncio.Event(), asyncio.Event()
+    discarded: list[str] = []
+
+    async def work() -> str:
+        begun_work.set()
+        await gate.wait()
+        return "result"
+
+    async def never() -> Any:
+        await asyncio.Event().wait()
+
+    async def discard(result: str) -> None:
+        discarded.append(result)
+
+    task = asyncio.create_task(run_while_connected(never, work(), discard))
+    await begun_work.wait()
+    gate.set()
+    await asyncio.sleep(0)  # now the work is done, and its waiter has not been woken yet
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert discarded == ["result"]
+
+
+async def test_leaving_between_the_first_token_and_the_status_line_cancels() -> None:
+    backend = FakeBackend(lambda request: [(70,), asyncio.Event()])
+    app = build_app(backend)
+    for wait in range(40):  # loop iterations until the caller is cancelled: one of them hits the moment
+        client = AsgiClient(app, "/v1/completions", {"prompt": "p", "stream": True})
+        task = asyncio.create_task(client.run())
+        for _ in range(wait):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    assert len(backend.streams) > 10
+    assert [stream.cancels for stream in backend.streams] == [1] * len(backend.streams)
