@@ -9,10 +9,13 @@ from __future__ import annotations
 import hmac
 import logging
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
+from kvcache.block_table import BlockTable
 from transceiver.errors import LinkClosedError
 from transceiver.handshake import sign
 from transceiver.loop_context import LoopContext, Timer
@@ -37,6 +40,10 @@ class _ActivePull:
     parts: tuple[PartView | None, ...]
     publication: Publication
     started: float
+    groups: NDArray[np.int32]
+    ordinals: NDArray[np.int32]
+    valid: NDArray[np.int32]
+    waiting: NDArray[np.int64]  # rows that were not granted yet
     timer: Timer | None = None
     reason: str = ""
     status: TransferStatus = TransferStatus.CANCELLED
@@ -84,7 +91,7 @@ class HolderSide:
         self._ctx.stats.publications += 1
         publication.timer = self._ctx.after(publication.lease_s, lambda: self._lease_over(publication))
         if self._ctx.config.verify:
-            self._warm(publication)
+            self._warm(publication.tables(), publication)
         for parked in self._parked.pop(publication.transfer_id, ()):
             parked.timer.cancel()
             self.on_request(parked.link, parked.request, parked.parts)
@@ -118,7 +125,7 @@ class HolderSide:
             stats.refused_pulls += 1
             self._tell(link, Refuse(request.pull_id, *refusal))
             return
-        active = _ActivePull(link, request, parts, publication, self._ctx.clock())
+        active = _ActivePull(link, request, parts, publication, self._ctx.clock(), *_columns(request))
         self._active[id(link), request.pull_id] = active
         publication.machine.advance(TransferState.READY)
         publication.machine.advance(TransferState.TRANSFERRING)
@@ -214,75 +221,101 @@ class HolderSide:
         return [active for active in self._active.values() if active.publication is publication]
 
     def _grant(self, active: _ActivePull) -> None:
-        request, storage = active.request, self._ctx.storage
-        pages_of, generations_of, keys = [], [], []
-        for group in request.groups:
-            if group.group >= len(storage.layout.groups):
-                count = len(group.ordinals)
-                pages, generations = np.full(count, -1, np.int32), np.zeros(count, np.uint64)
-            else:
-                pages, generations = active.publication.find(group.group, group.ordinals, group.valid_tokens)
-                held = np.flatnonzero(pages >= 0)
-                stale = storage.generations(group.group)[pages[held]] != generations[held]
-                self._ctx.stats.stale_generations += int(stale.sum())
-                pages[held[stale]] = -1
-            pages_of.append(pages)
-            generations_of.append(generations)
-            keys += list(
-                zip([group.group] * len(pages), pages.tolist(), generations.tolist(), group.valid_tokens.tolist(),
-                    strict=True)
-            )  # fmt: skip
-        pages = np.concatenate([np.empty(0, np.int32), *pages_of])
-        generations = np.concatenate([np.empty(0, np.uint64), *generations_of])
-        rows = np.arange(len(pages), dtype=np.int32)
-        digests = self._known_digests(keys, active.parts) if request.verify else b""
-        self._tell(active.link, Grant(request.pull_id, 1, rows, pages, generations, digests))
-        wanted = [row for row, key in enumerate(keys) if key[1] >= 0]
-        if request.verify and wanted and not digests:
+        """Tell the receiver where the rows lie that are published by now; all others when no more will come."""
+        publication, storage, verify = active.publication, self._ctx.storage, active.request.verify
+        waiting = active.waiting
+        pages = np.full(len(waiting), -1, np.int32)
+        generations = np.zeros(len(waiting), np.uint64)
+        for group in np.unique(active.groups[waiting]).tolist():
+            if group >= len(storage.layout.groups):
+                continue
+            mine = np.flatnonzero(active.groups[waiting] == group)
+            at = waiting[mine]
+            found, numbers = publication.find(group, active.ordinals[at], active.valid[at])
+            held = np.flatnonzero(found >= 0)
+            stale = storage.generations(group)[found[held]] != numbers[held]
+            self._ctx.stats.stale_generations += int(stale.sum())
+            found[held[stale]] = -1
+            pages[mine], generations[mine] = found, numbers
+        if not publication.complete:
+            now = pages >= 0
+            active.waiting, waiting = waiting[~now], waiting[now]
+            pages, generations = pages[now], generations[now]
+            if not len(waiting):
+                return
+        held = np.flatnonzero(pages >= 0)
+        keys = list(
+            zip(
+                active.groups[waiting[held]].tolist(), pages[held].tolist(), generations[held].tolist(),
+                active.valid[waiting[held]].tolist(), strict=True,
+            )
+        )  # fmt: skip
+        known = self._known_digests(keys, active.parts) if verify else None
+        digests = b""
+        if known is not None and verify:
+            column = np.zeros((len(waiting), 16), np.uint8)
+            column[held] = np.frombuffer(known, np.uint8).reshape(-1, 16)
+            digests = column.tobytes()
+        rows = waiting.astype(np.int32)
+        last = int(publication.complete)
+        self._tell(active.link, Grant(active.request.pull_id, last, rows, pages, generations, digests))
+        if verify and keys and known is None:
             self._ctx.in_background(
-                lambda: self._ctx.digests.compute((keys[row] for row in wanted), active.parts),
-                lambda result: self._send_digests(active, wanted, result),
+                lambda: self._ctx.digests.compute(keys, active.parts),
+                lambda result: self._send_digests(active, rows[held], result),
             )
 
-    def _known_digests(self, keys: list[tuple[int, int, int, int]], parts: tuple[PartView | None, ...]) -> bytes:
+    def extend(self, publication: Publication, tables: tuple[BlockTable, ...], *, last: bool) -> None:
+        """More blocks of a grant stand in their pages; whoever pulls it learns of them at once."""
+        if publication.future.done():
+            return
+        publication.add(tables)
+        publication.complete = last
+        if self._ctx.config.verify:
+            self._warm(tables, publication)
+        for active in self._of(publication):
+            self._grant(active)
+
+    def _known_digests(self, keys: list[tuple[int, int, int, int]], parts: tuple[PartView | None, ...]) -> bytes | None:
+        """All digests one after the other, or None when one is not computed yet."""
         digests = []
         for key in keys:
-            part = parts[key[0]] if parts and key[1] >= 0 else None
-            digest = self._ctx.digests.find(*key, part) if key[1] >= 0 else bytes(16)
+            digest = self._ctx.digests.find(*key, parts[key[0]] if parts else None)
             if digest is None:
-                return b""
+                return None
             digests.append(digest)
         return b"".join(digests)
 
-    def _send_digests(self, active: _ActivePull, wanted: list[int], result: list[bytes] | BaseException) -> None:
+    def _send_digests(self, active: _ActivePull, rows: NDArray[np.int32], result: list[bytes] | BaseException) -> None:
         if self._active.get((id(active.link), active.request.pull_id)) is not active:
             return
         if isinstance(result, BaseException):
             _log.error("digests of %s failed: %r", active.publication.transfer_id, result)
             self._stop(active.publication, TransferStatus.FAILED, f"the holder could not hash its blocks: {result}")
             return
-        rows = np.asarray(wanted, dtype=np.int32)
         self._tell(active.link, Digests(active.request.pull_id, rows, b"".join(result)))
 
-    def _warm(self, publication: Publication) -> None:
+    def _warm(self, tables: Iterable[BlockTable], publication: Publication) -> None:
         """Hash published blocks before anybody asks."""
         keys = [
             (table.group, int(page), int(generation), int(valid))
-            for table in publication.tables()
+            for table in tables
             for page, generation, valid in zip(table.pages, table.generations, table.valid_tokens, strict=True)
         ]
         missing = [key for key in keys if self._ctx.digests.find(*key) is None]
         for start in range(0, len(missing), 16):
-            part = missing[start : start + 16]
-            self._ctx.in_background(lambda part=part: self._warm_part(publication, part), self._warmed)  # type: ignore[misc]
+            self._warm_part(publication, missing[start : start + 16])
 
     def _warm_part(self, publication: Publication, keys: list[tuple[int, int, int, int]]) -> None:
-        if not publication.future.done():
-            self._ctx.digests.compute(keys)
+        def work() -> None:
+            if not publication.future.done():
+                self._ctx.digests.compute(keys)
 
-    def _warmed(self, result: BaseException | None) -> None:
-        if isinstance(result, BaseException):
-            _log.error("hashing published blocks failed: %r", result)
+        def done(result: BaseException | None) -> None:
+            if isinstance(result, BaseException):
+                _log.error("hashing published blocks failed: %r", result)
+
+        self._ctx.in_background(work, done)
 
     def _lease_over(self, publication: Publication) -> None:
         self._stop(publication, TransferStatus.TIMED_OUT, "the lease ran out before the receiver was done")
@@ -345,3 +378,16 @@ class HolderSide:
             link.send(encode(message))
         except LinkClosedError as error:
             _log.debug("%s not sent: %s", type(message).__name__, error)  # the loss of the link resolves the rest
+
+
+def _columns(
+    request: PullRequest,
+) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], NDArray[np.int64]]:
+    """Group, ordinal, valid tokens and index of every requested row."""
+    empty = np.empty(0, np.int32)
+    columns = (
+        np.concatenate([empty, *(np.full(len(g.ordinals), g.group, np.int32) for g in request.groups)]),
+        np.concatenate([empty, *(g.ordinals for g in request.groups)]),
+        np.concatenate([empty, *(g.valid_tokens for g in request.groups)]),
+    )
+    return *columns, np.arange(len(columns[0]), dtype=np.int64)

@@ -26,6 +26,7 @@ class Publication:
     def __init__(
         self, ticket: GrantTicket, tables: tuple[BlockTable, ...], conversation: bytes, scope: bytes, lease_s: float,
         created: float, request_cancel: Callable[[Publication], None],
+        request_extend: Callable[[Publication, tuple[BlockTable, ...], bool], None], complete: bool = True,
     ) -> None:  # fmt: skip
         self.ticket = ticket
         self.future: Future[TransferOutcome] = Future()
@@ -36,7 +37,9 @@ class Publication:
         self.created = created
         self.machine = TransferStateMachine()
         self.timer: Timer | None = None
+        self.complete = complete
         self._request_cancel = request_cancel
+        self._request_extend = request_extend
         self._tables: dict[int, list[BlockTable]] = {}
         self.add(tables)
 
@@ -58,6 +61,13 @@ class Publication:
             return True
         self._request_cancel(self)
         return self.future.done()
+
+    def extend(self, tables: tuple[BlockTable, ...], *, last: bool) -> None:
+        """Publish more blocks of an open-ended grant (`last`: no more will come); any thread, never blocks.
+
+        Order is kept. The pages are pinned by the caller from now on, like the others.
+        """
+        self._request_extend(self, tables, last)
 
     def add(self, tables: tuple[BlockTable, ...]) -> None:
         """Add rows (loop only after publishing)."""

@@ -157,10 +157,14 @@ class Pull:
         if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < len(self._rows):
             self.fail(TransferStatus.FAILED, "the holder granted rows that were not asked for")
             return
+        if len(rows) and not message.last and bool((self._rows.remote[rows] != _UNKNOWN).all()):
+            self._ctx.stats.stale_messages += 1  # a duplicate
+            return
         if len(np.unique(rows)) != len(rows) or bool((self._rows.remote[rows] != _UNKNOWN).any()):
             self.fail(TransferStatus.FAILED, "the holder granted a row twice")
             return
-        limits = np.asarray([peer.num_pages(g) for g in self._rows.group[rows].tolist()], np.int64)
+        counts = np.asarray([peer.num_pages(g) for g in range(len(peer.parts))], np.int64)
+        limits = counts[self._rows.group[rows]]
         if bool(((message.pages < -1) | (message.pages >= limits)).any()):
             self.fail(TransferStatus.FAILED, "the holder granted pages outside its pool")
             return

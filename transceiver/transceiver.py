@@ -116,14 +116,17 @@ class CacheTransceiver:
 
     def publish(
         self, transfer_id: str, tables: tuple[BlockTable, ...], *, conversation_id: str | None, scope: bytes,
-        lease_s: float,
+        lease_s: float, open_ended: bool = False,
     ) -> Publication:  # fmt: skip
         """Let one receiver pull these blocks; returns at once with the ticket to hand to it.
 
         The pages stay the caller's, who keeps them pinned until `Publication.future` resolves, `lease_s` seconds from
-        now at the latest (plus a bounded wait when a receiver is reading). Raises TransceiverFullError.
+        now at the latest (plus a bounded wait when a receiver is reading). With `open_ended` more blocks follow through
+        `Publication.extend` (needs enable_pipelined_transfer). Raises TransceiverFullError.
         """
         self._check_running()
+        if open_ended and not self._ctx.config.enable_pipelined_transfer:
+            raise ValueError("an open-ended grant needs cache_transceiver_config.enable_pipelined_transfer: true")
         conversation = conversation_digest(conversation_id)
         blocks = self._ctx.storage.layout.tokens_per_block
         tokens = max((int(t.ordinals[-1]) * blocks + int(t.valid_tokens[-1]) for t in tables if len(t)), default=0)
@@ -134,6 +137,7 @@ class CacheTransceiver:
         publication = Publication(
             ticket, tables, conversation, scope, lease_s, self._ctx.clock(),
             lambda p: self._ctx.post(lambda: self._holder.cancel(p)),
+            lambda p, more, last: self._ctx.post(lambda: self._holder.extend(p, more, last=last)), not open_ended,
         )  # fmt: skip
         with self._lock:
             if len(self._open_publications) >= self._ctx.config.max_publications:

@@ -8,11 +8,12 @@ import sys
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from transceiver.cma import CmaReader, process_identity, same_host_pid
 
 
-def addresses(array: np.ndarray, at: list[int]) -> np.ndarray:  # type: ignore[type-arg]
+def addresses(array: NDArray[np.uint8], at: list[int]) -> NDArray[np.uint64]:
     return np.asarray([array.ctypes.data + offset for offset in at], np.uint64)
 
 
