@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 import sys
@@ -19,6 +20,7 @@ import uvicorn
 
 from cluster.config import ClusterConfig
 from cluster.controller import Controller
+from cluster.descendants import adopt_orphans, end_descendants
 from cluster.engine import describe_model, load_tokenizer
 from cluster.errors import ClusterError, StartupError
 from cluster.frontend import create_app
@@ -42,37 +44,46 @@ class RunningCluster:
 
 
 def run_server(config: ClusterConfig, *, aggregated: bool = False, address: str | None = None) -> int:
-    """Serve until SIGINT or SIGTERM. Returns the exit code: 0, or 1 with the cause on stderr."""
+    """Serve until SIGINT or SIGTERM. Returns the exit code: 0, or 1 with the cause on stderr.
+
+    Takes the process over: its signals, and whatever it started is gone when this returns.
+    """
+    adopt_orphans()
     try:
         return asyncio.run(_serve_until_signalled(config, aggregated=aggregated, address=address))
     except ClusterError as error:
         _say(f"error: {error.message}")
         return 1
-    except KeyboardInterrupt:
-        return 0
+    finally:
+        end_descendants(grace_s=2.0)
 
 
 async def _serve_until_signalled(config: ClusterConfig, *, aggregated: bool, address: str | None) -> int:
     stopping, started = asyncio.Event(), asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stopping.set)
+
+    def catch_signals() -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stopping.set)
 
     async def serve() -> None:
-        async with running_cluster(config, aggregated=aggregated, address=address, progress=_say) as cluster:
+        catch_signals()
+        async with running_cluster(
+            config, aggregated=aggregated, address=address, progress=_say, after_connect=catch_signals
+        ) as cluster:
             started.set()
             _say(f"ready: {config.model} at {cluster.base_url}/v1  (Ctrl-C stops)")
             await stopping.wait()
+            _say("stopping")
 
     serving, stopped = asyncio.create_task(serve()), asyncio.create_task(stopping.wait())
     await asyncio.wait({serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
-    if stopping.is_set():
-        _say("stopping")
-        if not started.is_set():
-            serving.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await serving
+    if stopping.is_set() and not started.is_set():
+        _say("stopping before the start was complete")
+        end_descendants()  # what blocks in a thread now (Ray's start) would keep an orderly end waiting
+        os._exit(0)
+    await serving
     return 0
 
 
@@ -83,9 +94,11 @@ async def running_cluster(
     aggregated: bool = False,
     address: str | None = None,
     progress: Progress = lambda text: None,
+    after_connect: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[RunningCluster]:
     """A cluster that serves while the context is open. Several may be open in one process; they share one Ray.
 
+    `after_connect` runs once Ray is connected, which takes some signal handlers away: the place to set them again.
     Raises StartupError with the cause: a port in use, Ray not reachable, a worker that cannot start.
     """
     listener = _bind(config.server.host, config.server.port)
@@ -102,6 +115,7 @@ async def running_cluster(
         progress("starting Ray" if controller.starts_ray else "connecting to Ray")
         stack.push_async_callback(asyncio.to_thread, controller.close)
         await asyncio.to_thread(controller.connect)
+        after_connect()
         fleet = await asyncio.to_thread(controller.create_fleet)
         orchestrator = make_orchestrator(config, fleet)
         stack.push_async_callback(orchestrator.close)
