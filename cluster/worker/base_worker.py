@@ -30,6 +30,7 @@ from cluster.worker.pool_size import pool_pages
 from cluster.worker.spec import WorkerSpec
 from kvcache import KvCacheManager, PagePin, PinLimitError, ReuseScope, SequenceCache
 from transceiver import CacheTransceiver, GrantTicket, Publication, TransceiverError
+from transceiver.testing import FaultInjector
 
 __all__ = ["BaseWorker"]
 
@@ -37,10 +38,14 @@ log = logging.getLogger(__name__)
 
 
 class BaseWorker:
-    """Start, stop, probe, abort and report. All methods run on one event loop; none blocks it for long."""
+    """Start, stop, probe, abort and report. All methods run on one event loop; none blocks it for long.
 
-    def __init__(self, spec: WorkerSpec) -> None:
+    `faults` disturbs the transceiver, for tests of what happens then (backend inproc only).
+    """
+
+    def __init__(self, spec: WorkerSpec, *, faults: FaultInjector | None = None) -> None:
         self.spec = spec
+        self._faults = faults
         self.incarnation = uuid.uuid4().hex
         self.repaired_blocks = 0
         self._info: WorkerInfo | None = None
@@ -87,6 +92,7 @@ class BaseWorker:
                 config=spec.transceiver,
                 secret=spec.secret,
                 host=own_address(spec.reachable_from),
+                faults=self._faults,
             )
             self.transceiver.start()
         return WorkerInfo(

@@ -15,6 +15,7 @@ from cluster.worker.messages import BackflowResult, PrefillResult, TurnHandoff
 from cluster.worker.spec import WorkerSpec
 from kvcache import NeverFitsError, OutOfPagesError, ReuseScope, SequenceCache
 from transceiver import TransferOutcome, TransferStatus
+from transceiver.testing import FaultInjector
 
 __all__ = ["ContextWorker"]
 
@@ -22,8 +23,8 @@ __all__ = ["ContextWorker"]
 class ContextWorker(BaseWorker):
     """Prefills prompts and keeps their turns."""
 
-    def __init__(self, spec: WorkerSpec) -> None:
-        super().__init__(spec)
+    def __init__(self, spec: WorkerSpec, *, faults: FaultInjector | None = None) -> None:
+        super().__init__(spec, faults=faults)
         self._prefills: dict[str, asyncio.Future[SequenceEvent]] = {}
 
     async def prefill(self, request: EngineRequest) -> PrefillResult:

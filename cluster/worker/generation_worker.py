@@ -18,7 +18,8 @@ from cluster.worker.kv_fetch import FetchResult, KvFetch
 from cluster.worker.messages import Admission, AdmissionStatus, OutputDelta, WorkerRole
 from cluster.worker.spec import WorkerSpec
 from kvcache import NeverFitsError, OutOfPagesError, ReuseScope, SequenceCache
-from transceiver import BackflowMode, GrantTicket, Pull, TransferStatus
+from transceiver import BackflowMode, GrantTicket, Pull
+from transceiver.testing import FaultInjector
 
 __all__ = ["GenerationWorker"]
 
@@ -28,8 +29,8 @@ log = logging.getLogger(__name__)
 class GenerationWorker(BaseWorker):
     """Decodes. Without a ticket it computes the prompt itself: that is the aggregated mode and the local fall-back."""
 
-    def __init__(self, spec: WorkerSpec) -> None:
-        super().__init__(spec)
+    def __init__(self, spec: WorkerSpec, *, faults: FaultInjector | None = None) -> None:
+        super().__init__(spec, faults=faults)
         self._deltas: list[OutputDelta] = []
         self._has_deltas = asyncio.Event()
         self._admission_turn = asyncio.Lock()
@@ -70,7 +71,7 @@ class GenerationWorker(BaseWorker):
             self._pulls.pop(request.request_id, None)
             aborted = request.request_id in self._aborted
             self._aborted.discard(request.request_id)
-        if result.outcome.status is not TransferStatus.DONE or aborted:
+        if aborted or not result.arrived:
             self._close_when_idle(cache, fetch)
             return Admission(AdmissionStatus.TRANSFER_FAILED, cached, 0, 0, result.outcome)
         self.repaired_blocks += result.damaged_blocks

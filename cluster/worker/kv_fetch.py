@@ -20,11 +20,13 @@ __all__ = ["FetchResult", "KvFetch"]
 class FetchResult:
     """How a fetch ended.
 
+    arrived         blocks are here: all but the damaged ones are verified
     intact_tokens   the cache now holds verified KV up to here
     damaged_blocks  blocks that arrived but failed their check
     """
 
     outcome: TransferOutcome
+    arrived: bool
     intact_tokens: int
     damaged_blocks: int
 
@@ -76,15 +78,15 @@ class KvFetch:
         except asyncio.CancelledError:
             self._pull.cancel()
             raise
-        if outcome.status is not TransferStatus.DONE:
-            return FetchResult(outcome, have, 0)
+        if outcome.status is not TransferStatus.DONE and not outcome.blocks:
+            return FetchResult(outcome, False, have, 0)
         tokens_per_block = self._engine.manager.layout.tokens_per_block
         damaged = {ordinal for _, ordinal in outcome.bad_ordinals}
         intact = max(have, min(damaged) * tokens_per_block) if damaged else total
         with self._engine.lock:
             if intact > have:
                 cache.append_computed(token_ids[have:intact], end_of_prompt=intact == total)
-        return FetchResult(outcome, intact, len(damaged))
+        return FetchResult(outcome, True, intact, len(damaged))
 
     async def memory_idle(self) -> None:
         """Return when no operation of this fetch can touch the cache's pages any more."""
