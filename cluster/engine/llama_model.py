@@ -7,11 +7,12 @@ by sequence. It knows no sampling, no scheduling and allocates no pages.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch.nn.functional import linear, rms_norm, silu
+from torch.nn.functional import rms_norm, silu
 
-from cluster.engine.attention import GatherAttention
+from cluster.engine.attention import Kernels
 from cluster.engine.llama_config import LlamaConfig
 
 __all__ = ["LlamaModel", "StepRows"]
@@ -22,8 +23,7 @@ class StepRows:
     """One step as tensors on the model's device. A row is one token to compute; a sequence's rows are adjacent.
 
     token_ids, positions, pages, offsets   int64 (rows,): the token, its position, and where its KV goes
-    spans                                  first and last + 1 row of each sequence
-    attention                              one for each sequence
+    attention                              what `Kernels.plan` made of the sequences
     sampled                                int64: rows whose logits are wanted, in sequence order
     """
 
@@ -31,8 +31,7 @@ class StepRows:
     positions: torch.Tensor
     pages: torch.Tensor
     offsets: torch.Tensor
-    spans: tuple[tuple[int, int], ...]
-    attention: tuple[GatherAttention, ...]
+    attention: Any
     sampled: torch.Tensor
 
 
@@ -49,7 +48,8 @@ class _Layer:
 class LlamaModel:
     """Weights of one model and its forward pass. `tensors` are named as in `fused_shapes`, all on one device."""
 
-    def __init__(self, config: LlamaConfig, tensors: dict[str, torch.Tensor]) -> None:
+    def __init__(self, config: LlamaConfig, tensors: dict[str, torch.Tensor], kernels: Kernels) -> None:
+        self.kernels = kernels
         self._config = config
         self._embed = tensors["embed"]
         self._norm = tensors["norm"]
@@ -58,10 +58,7 @@ class LlamaModel:
         self._layers = [
             _Layer(*(tensors[f"layers.{layer}.{name}"] for name in names)) for layer in range(config.num_layers)
         ]
-        pairs = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=self._embed.device)
-        self._inverse_frequencies = 1.0 / (config.rope_theta ** (pairs / config.head_dim))
-        if config.rope_divisors is not None:
-            self._inverse_frequencies /= torch.tensor(config.rope_divisors, device=self._embed.device)
+        self._cos, self._sin = self._rotary_tables()
 
     @property
     def device(self) -> torch.device:
@@ -77,11 +74,11 @@ class LlamaModel:
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
         count = len(rows.token_ids)
         hidden = self._embed[rows.token_ids]
-        cos, sin = self._rotary(rows.positions, hidden.dtype)
+        cos, sin = self._cos[rows.positions], self._sin[rows.positions]
         for index, layer in enumerate(self._layers):
             is_last = index == len(self._layers) - 1
             normed = rms_norm(hidden, (config.hidden_size,), layer.attn_norm, config.rms_eps)
-            projected = linear(normed, layer.qkv).view(count, heads + 2 * kv_heads, dim)
+            projected = self.kernels.linear(normed, layer.qkv).view(count, heads + 2 * kv_heads, dim)
             rotated = projected[:, : heads + kv_heads]
             first, second = rotated.chunk(2, dim=-1)
             rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
@@ -90,20 +87,26 @@ class LlamaModel:
             layer_pool[rows.pages, 1, :, rows.offsets] = projected[:, heads + kv_heads :].to(pool.dtype)
             if is_last and not len(rows.sampled):
                 break
-            query = rotated[:, :heads]
-            attended = torch.empty_like(query)
-            for (begin, end), attend in zip(rows.spans, rows.attention, strict=True):
-                attended[begin:end] = attend(layer_pool, query[begin:end])
+            attended = self.kernels.attend(rows.attention, layer_pool, rotated[:, :heads])
             if is_last:  # from here on only rows with a wanted token matter
                 attended, hidden = attended[rows.sampled], hidden[rows.sampled]
-            hidden = hidden + linear(attended.reshape(len(hidden), heads * dim), layer.o)
+            hidden = hidden + self.kernels.linear(attended, layer.o)
             normed = rms_norm(hidden, (config.hidden_size,), layer.mlp_norm, config.rms_eps)
-            gate, up = linear(normed, layer.gate_up).chunk(2, dim=-1)
-            hidden = hidden + linear(silu(gate) * up, layer.down)
+            gate, up = self.kernels.linear(normed, layer.gate_up).chunk(2, dim=-1)
+            hidden = hidden + self.kernels.linear(silu(gate) * up, layer.down)
         hidden = rms_norm(hidden[: len(rows.sampled)], (config.hidden_size,), self._norm, config.rms_eps)
-        return linear(hidden, self._head).float()
+        return self.kernels.linear(hidden, self._head).float()
 
-    def _rotary(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and sine, (rows, 1, dim / 2), computed in float32."""
-        angles = (positions[:, None].to(torch.float32) * self._inverse_frequencies[None, :])[:, None, :]
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+    def _rotary_tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine of every position, (max_position, 1, dim / 2), computed in float32.
+
+        Tables, because the vector library's cosine of a number depends on its neighbours in the batch, in the last bit.
+        """
+        config, device = self._config, self.device
+        pairs = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device)
+        frequencies = 1.0 / (config.rope_theta ** (pairs / config.head_dim))
+        if config.rope_divisors is not None:
+            frequencies = frequencies / torch.tensor(config.rope_divisors, device=device)
+        positions = torch.arange(config.max_position, dtype=torch.float32, device=device)
+        angles = (positions[:, None] * frequencies[None, :])[:, None, :]
+        return angles.cos().to(self._embed.dtype), angles.sin().to(self._embed.dtype)

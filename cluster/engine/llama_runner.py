@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cluster.engine.attention import GatherAttention
+from cluster.engine.attention import Kernels, SequencePages, TorchKernels
 from cluster.engine.device_choice import resolve_device_type, resolve_dtype
 from cluster.engine.errors import EngineError, ModelLoadError
 from cluster.engine.llama_model import LlamaModel, StepRows
@@ -54,7 +54,8 @@ class LlamaRunner:
         element: torch.dtype = getattr(torch, name)
         tensors = {key: tensor.to(device=target, dtype=element) for key, tensor in source.load_weights().items()}
         description = source.config.describe(source.fingerprint(), tokens_per_block, name)
-        return cls(description, LlamaModel(source.config, tensors))
+        kernels = _choose_kernels(target, name, source.config.head_dim)
+        return cls(description, LlamaModel(source.config, tensors, kernels))
 
     @property
     def layout(self) -> KvLayout:
@@ -128,20 +129,18 @@ class LlamaRunner:
     def _rows(self, plan: StepPlan) -> StepRows:
         block = self.layout.tokens_per_block
         device = self._model.device
-        positions, pages, spans, attention, sampled = [], [], [], [], []
-        begin = 0
+        positions, pages, sequences, sampled = [], [], [], []
+        rows = 0
         for sequence in plan.sequences:
-            end_position = sequence.start + len(sequence.token_ids)
-            where = np.arange(sequence.start, end_position, dtype=np.int64)
-            table = sequence.pages[0][: -(-end_position // block)].astype(np.int64)
+            end = sequence.start + len(sequence.token_ids)
+            where = np.arange(sequence.start, end, dtype=np.int64)
+            table = sequence.pages[0][: -(-end // block)].astype(np.int64)
             positions.append(where)
             pages.append(table[where // block])
-            end = begin + len(where)
-            spans.append((begin, end))
-            attention.append(GatherAttention(torch.from_numpy(table).to(device), sequence.start, end_position))
+            sequences.append(SequencePages(sequence.start, end, table))
+            rows += len(where)
             if sequence.sampling is not None:
-                sampled.append(end - 1)
-            begin = end
+                sampled.append(rows - 1)
         tokens = np.concatenate([sequence.token_ids for sequence in plan.sequences]).astype(np.int64)
         at = np.concatenate(positions)
         return StepRows(
@@ -149,10 +148,20 @@ class LlamaRunner:
             positions=torch.from_numpy(at).to(device),
             pages=torch.from_numpy(np.concatenate(pages)).to(device),
             offsets=torch.from_numpy(at % block).to(device),
-            spans=tuple(spans),
-            attention=tuple(attention),
+            attention=self._model.kernels.plan(sequences),
             sampled=torch.tensor(sampled, dtype=torch.int64, device=device),
         )
+
+
+def _choose_kernels(device: torch.device, dtype: str, head_dim: int) -> Kernels:
+    """The native ones where they serve the case and can be compiled, else torch's."""
+    if device.type == "cpu" and dtype == "float32" and head_dim % 8 == 0:
+        from cluster.engine.native_kernels import NativeKernels, load_native_library
+
+        library = load_native_library()
+        if library is not None:
+            return NativeKernels(library)
+    return TorchKernels(device)
 
 
 def _resolve_device(device: str) -> torch.device:

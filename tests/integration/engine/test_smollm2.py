@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from cluster.engine import describe_model
+from cluster.engine.attention import TorchKernels
 from cluster.engine.llama_model import LlamaModel
 from cluster.engine.llama_runner import LlamaRunner
 from cluster.engine.model_source import find_model
@@ -49,7 +51,9 @@ def test_forgetting_to_unpermute_queries_and_keys_shows(engine: Any, golden: lis
             part = rows[begin : begin + heads * 64]
             part.copy_(part.view(heads, 2, 32, -1).swapaxes(1, 2).reshape(heads * 64, -1))  # as the file has it
         tensors[f"layers.{layer}.qkv"] = rows
-    wrong = LlamaRunner(describe_model("smollm2-135m", 32, device="cpu"), LlamaModel(config, tensors))
+    wrong = LlamaRunner(
+        describe_model("smollm2-135m", 32, device="cpu"), LlamaModel(config, tensors, TorchKernels(torch.device("cpu")))
+    )
     wrong.bind(engine.storage)
     ids = golden[0]["prompt_ids"]
     (right,) = engine.logits(engine.step(ids, 0, engine.pages))
@@ -72,3 +76,30 @@ def _plan(*steps: Any) -> Any:
     from cluster.engine import StepPlan
 
     return StepPlan(steps)
+
+
+def test_few_rows_give_the_same_bits_however_they_are_batched(engine: Any) -> None:
+    """With the native kernels, steps of up to 32 rows are exact: decoding does not depend on the batch."""
+    if isinstance(engine.runner._model.kernels, TorchKernels):
+        pytest.skip("the native kernels are not to be had here")
+    pages = engine.pages
+    rows = []
+    for size in (1, 7, 32):
+        for begin in range(0, 64, size):
+            end = min(begin + size, 64)
+            got = engine.logits(engine.step(IDS[begin:end], begin, pages, end == 64))
+        rows += got
+    rows += engine.logits(*(engine.step(IDS[at : at + 1], at, pages) for at in (40, 50, 63)))[-1:]
+    assert all(np.array_equal(rows[0], row) for row in rows)
+
+
+def test_native_and_torch_kernels_agree(engine: Any) -> None:
+    (default,) = engine.logits(engine.step(IDS, 0, engine.pages))
+    kernels = engine.runner._model.kernels
+    engine.runner._model.kernels = TorchKernels(torch.device("cpu"))
+    try:
+        engine.logits(engine.step(IDS[:140], 0, engine.pages, False))
+        (torch_row,) = engine.logits(engine.step(IDS[140:], 140, engine.pages))
+    finally:
+        engine.runner._model.kernels = kernels
+    assert np.abs(default - torch_row).max() < TOLERANCE

@@ -157,4 +157,6 @@ def make_folder(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache for each test; torch's kernels, because compiling the native ones anew takes seconds."""
     monkeypatch.setenv("KVFERRY_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("KVFERRY_NATIVE", "off")
