@@ -4,7 +4,8 @@ Written by the submission and by the job's first node; read by `kvferry slurm st
 nothing but their processes' logs.
 
     <log_dir>/<stamp>-<name>/
-        config.yaml  allocation.json  job.sbatch  submission.json  token
+        config.yaml  allocation.json  job.sbatch  submission.json
+        token  ray_token (for this user only)
         state.json       phase, address, exit code: replaced as a whole
         failures.jsonl   one line a failure, with its cause
         0_batch.log
@@ -82,6 +83,7 @@ class JobFolder:
     script = property(lambda self: self.path / "job.sbatch")
     submission = property(lambda self: self.path / "submission.json")
     token = property(lambda self: self.path / "token")
+    ray_token = property(lambda self: self.path / "ray_token")
 
     def run(self, attempt: int) -> RunFolder:
         """The folder of one start of the job; made when missing."""

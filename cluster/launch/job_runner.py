@@ -22,7 +22,7 @@ from cluster.launch.allocation import Allocation
 from cluster.launch.errors import NodeLostError
 from cluster.launch.job_folder import Failure, JobPhase, JobState, RunFolder
 from cluster.launch.node_pool import NodePool
-from cluster.launch.ray_launcher import RayLauncher, RayStartError
+from cluster.launch.ray_launcher import RayLauncher, RayStartError, ray_access
 from cluster.launch.remote_process import RemoteProcess
 
 __all__ = ["EXIT_LAUNCH_FAILED", "EXIT_NODE_LOST", "JobNodes", "JobRunner"]
@@ -155,14 +155,16 @@ class JobRunner:
         self._say(f"ready: {self._public_url()}/v1")
         if not self._slurm.clients:
             return self._finish(server, "serve")
-        code = 0
-        for number, client in enumerate(self._slurm.clients, 1):
-            process = self._start(f"client-{number}", client, ray_address, {"KVFERRY_URL": url})
-            code = self._finish(process, f"client-{number}", beside=server)
-            if code != 0 or self._draining:
-                break
-        self._end(server, "serve")
-        return code
+        try:
+            for number, client in enumerate(self._slurm.clients, 1):
+                process = self._start(f"client-{number}", client, ray_address, {"KVFERRY_URL": url})
+                code = self._finish(process, f"client-{number}", beside=server)
+                if code != 0 or self._draining:
+                    return code
+            return 0
+        finally:
+            if server.running:
+                self._end(server, "serve")
 
     def _start(
         self, step: str, argv: Sequence[str], ray_address: str, env: Mapping[str, str] | None = None
@@ -170,7 +172,7 @@ class JobRunner:
         self._say(f"{step}: {' '.join(argv)}")
         told = {"PYTHONUNBUFFERED": "1", **self._slurm.env, **(env or {})}
         if ray_address:
-            told["RAY_ADDRESS"] = ray_address
+            told |= {"RAY_ADDRESS": ray_address, **ray_access(self._job)}
         if argv[0] == "python":
             argv = [sys.executable, *argv[1:]]
         return self._pool.run(self._nodes.head, argv, log=self._run.log(step), env=told)

@@ -8,19 +8,18 @@ SIGTERM so that the server can drain; they end when the node's agent does.
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from cluster.config.slurm_config import SlurmRayConfig
 from cluster.launch.errors import LaunchError
-from cluster.launch.job_folder import RunFolder
+from cluster.launch.job_folder import JobFolder, RunFolder
 from cluster.launch.node_pool import NodePool
 from cluster.launch.ray_membership import RayMembership
 from cluster.launch.remote_process import RemoteProcess
 
-__all__ = ["RayLauncher", "RayStartError"]
+__all__ = ["RayLauncher", "RayStartError", "ray_access"]
 
 _ENV = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -28,6 +27,11 @@ _ENV = {
     "RAY_memory_monitor_refresh_ms": "0",
     "PYTHONUNBUFFERED": "1",
 }
+
+
+def ray_access(job: JobFolder) -> dict[str, str]:
+    """Environment that lets a process into the job's Ray cluster: it has a token of its own, not the user's."""
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(job.ray_token)}
 
 
 class RayStartError(LaunchError):
@@ -60,7 +64,7 @@ class RayLauncher:
         self._config = config
         self._run = run
         self._python = python
-        self._env = {**_ENV, **env}
+        self._env = {**_ENV, **ray_access(run.job), **env}
         self._gpus = gpus_per_node
         self._say = say
         self._check = check
@@ -74,7 +78,7 @@ class RayLauncher:
         """
         head, *others = addresses
         address = f"{addresses[head]}:{self._config.port}"
-        self.membership = RayMembership(address, self._run.log("ray-members"))
+        self.membership = RayMembership(address, self._run.log("ray-members"), self._env)
         self.membership.start()
         role = ["--head", f"--port={self._config.port}", f"--include-dashboard={str(self._config.dashboard).lower()}"]
         if self._config.dashboard:
@@ -132,8 +136,3 @@ class RayLauncher:
                 return process.why or f"`ray start` ended with exit code {process.code}"
         waiting = self.membership.waiting
         return f"not alive within {self._config.start_timeout_s:g} s" + (f" ({waiting})" if waiting else "")
-
-
-def this_python() -> str:
-    """The interpreter that runs this launcher: the venv's, or the container's."""
-    return sys.executable

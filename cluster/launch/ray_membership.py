@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 __all__ = ["RayMembership"]
@@ -15,9 +16,10 @@ __all__ = ["RayMembership"]
 class RayMembership:
     """Follows one Ray cluster from `start` to `close`. `alive` may be read from any thread."""
 
-    def __init__(self, address: str, log: Path) -> None:
+    def __init__(self, address: str, log: Path, env: Mapping[str, str]) -> None:
         self._argv = [sys.executable, "-m", "cluster.launch.ray_watch", address]
         self._log = log
+        self._env = {**os.environ, **env}
         self._process: subprocess.Popen[str] | None = None
         self._changed = threading.Condition()
         self._alive: frozenset[str] = frozenset()
@@ -37,7 +39,13 @@ class RayMembership:
         """Start watching."""
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                self._argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
+                self._argv,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=self._env,
+                start_new_session=True,
             )
         threading.Thread(target=self._read, args=(self._process,), name="ray-membership", daemon=True).start()
 

@@ -88,6 +88,7 @@ def _write(job: JobFolder, config: ClusterConfig, slurm: SlurmConfig, allocation
     job.config.write_text("# Resolved: defaults, file, environment and --set merged.\n" + text)
     replace_json(job.allocation, allocation.to_dict())
     make_token_file(job.token)
+    make_token_file(job.ray_token)
     job.script.write_text(script)
     job.write_state(JobState(JobPhase.SUBMITTED, job.now()))
 

@@ -166,6 +166,8 @@ class NamespaceMachines(Machines):
         script = (
             f"hostname {name}; mount --bind {hosts_file} /etc/hosts; mount -t tmpfs -o size=1g tmpfs /dev/shm; "
             "mount -t tmpfs -o size=1g tmpfs /tmp/ray; "
+            # UCX looks for network devices in /sys: it must show this node's. slurmd wants a cgroup folder there.
+            "mount -t sysfs sysfs /sys; mount -t tmpfs tmpfs /sys/fs/cgroup; "
             f"slurmd -D -N {name} & slurmd=$!; trap 'kill $slurmd' TERM; wait $slurmd; wait"
         )
         namespaces = ["--kill-child", "--uts", "--ipc", "--pid", "--fork", "--mount-proc", "--mount"]
