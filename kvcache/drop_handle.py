@@ -72,6 +72,7 @@ class DropHandle:
             if node is not None:
                 freed += 1
                 touched.append((node, planned.group))
+        self._tree.dropped_pages += freed
         self._tree.forget_turn(self.endpoint)
         for node, group in touched:
             if node.alive:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.block_pool import BlockPool
-from kvcache.config import KvCacheConfig, ReusePolicy
+from kvcache.config import EvictionPolicyName, KvCacheConfig, ReusePolicy
 from kvcache.conversation_manager import ConversationManager
 from kvcache.errors import (
     CorruptedCacheError,
@@ -26,7 +26,7 @@ from kvcache.errors import (
     PinLimitError,
     UnknownLifeCycleError,
 )
-from kvcache.eviction.lru_order import LruOrder
+from kvcache.eviction import EvictionOrder, LruOrder, TurnAwareOrder
 from kvcache.integrity import find_fault
 from kvcache.layout import KvLayout
 from kvcache.page_pin import PagePin
@@ -67,7 +67,10 @@ class KvCacheManager:
         self.policy = config.block_reuse_config.policy
         groups = range(len(layout.groups))
         self.pools = [BlockPool(storage.num_pages(group), storage.generations(group)) for group in groups]
-        self.tree = RadixTree(TreeShape.of(layout.tokens_per_block, layout.groups), self.pools, LruOrder())
+        order: EvictionOrder = LruOrder()
+        if config.eviction_policy is EvictionPolicyName.TURN_AWARE:
+            order = TurnAwareOrder(clock, self.pools[0].num_pages)
+        self.tree = RadixTree(TreeShape.of(layout.tokens_per_block, layout.groups), self.pools, order)
         self.counters = CacheCounters()
         self.poison_reason: str | None = None
         self.ledger: ConversationManager | None = None
@@ -113,6 +116,7 @@ class KvCacheManager:
             match = self._match(checked, digest)
             sequence = SequenceCache(self, request_id, checked, digest, match, conversation, conversation_id)
             self._sequences[id(sequence)] = sequence
+            self.tree.order.request_began(sequence.owner)
             self._count(sequence)
             return sequence
 
@@ -178,6 +182,13 @@ class KvCacheManager:
             reused_partial_blocks=counters.reused_partial_blocks,
             missed_blocks=counters.missed_blocks,
             evicted_blocks=self.tree.evicted_blocks,
+            evictions={
+                "capacity": self.tree.evicted_blocks - self.tree.evicted_superseded,
+                "superseded": self.tree.evicted_superseded,
+                "window": self.tree.evicted_window_pages,
+                "dropped_turn": self.tree.dropped_pages,
+            },
+            index_bytes=sum(node.nbytes for node in self.tree.nodes()),
             superseded_blocks=self.tree.superseded_blocks,
             tracked_conversations=0 if ledger is None else len(ledger),
             retained_turns=0 if ledger is None else ledger.retained_turns,
@@ -289,9 +300,15 @@ class KvCacheManager:
             if lock is not None:
                 self.tree.unlock(lock)
 
+    def turn_completed(self, sequence: SequenceCache, stop_reason: str | None, output_tokens: int | None) -> None:
+        """Tell the eviction order that a conversation waits for its user, or its tool, from now on."""
+        self.tree.order.turn_ended(sequence.owner, stop_reason, output_tokens)
+
     def forget(self, sequence: SequenceCache) -> None:
         """A sequence was closed."""
         del self._sequences[id(sequence)]
+        if not sequence.turn_ended:
+            self.tree.order.turn_ended(sequence.owner, None, None)
         if sequence.conversation is not None and self.ledger is not None:
             self.ledger.finish(sequence.conversation, sequence.request_id)
 

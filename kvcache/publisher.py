@@ -121,7 +121,7 @@ def publish(sequence: SequenceCache, end: int, *, last: bool = False) -> None:
         sequence.num_committed_tokens = end
         _hand_over(sequence, first, end // block)
         _snapshot(sequence, node, end, last)
-        tree.touch(node)
+        tree.touch(node, sequence.owner)
         if sequence.conversation is None:
             _claim(sequence, node, offset)
 

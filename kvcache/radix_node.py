@@ -88,7 +88,7 @@ class RadixNode:
         self.endpoints: list[Anchor] = []
         self.anonymous = 0
         self.last_used = 0
-        self.owner: int = 0
+        self.owner = ""
         self.superseded = False
         self.queued: tuple[int, int] | None = None
         self.alive = True

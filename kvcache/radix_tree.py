@@ -29,6 +29,9 @@ class RadixTree:
         self.tick = 0
         self.superseded_blocks = 0
         self.evicted_blocks = 0
+        self.evicted_superseded = 0
+        self.evicted_window_pages = 0
+        self.dropped_pages = 0
         self.locks: set[Anchor] = set()
 
     # reading
@@ -84,12 +87,13 @@ class RadixTree:
         self.order.offer(anchor.node)
         self._forget_empty_root(anchor.node)
 
-    def touch(self, node: RadixNode) -> None:
-        """Everything from `node` up was used just now."""
+    def touch(self, node: RadixNode, owner: str) -> None:
+        """Everything from `node` up was used just now by `owner`."""
         self.tick += 1
         above: RadixNode | None = node
         while above is not None:
             above.last_used = self.tick
+            above.owner = owner
             above = above.parent
 
     # publishing
@@ -279,6 +283,8 @@ class RadixTree:
             take = min(spare, wanted - freed)
             before = self.pools[group].free_pages
             self.evicted_blocks += take
+            self.order.evicted(take)
+            self.evicted_superseded += take if node.superseded else 0
             self.truncate(node, node.num_blocks(self.shape.block) - take)
             freed += self.pools[group].free_pages - before
             if node.alive:

@@ -52,6 +52,7 @@ class SequenceCache:
         self._shape = manager.tree.shape
         self.request_id = request_id
         self.conversation_id = conversation_id
+        self.owner = conversation_id if conversation_id else f"\0{request_id}"
         self.scope = scope
         self.conversation = conversation
         self._tokens = prompt
@@ -270,14 +271,18 @@ class SequenceCache:
                 self._manager.pools[group].release(pages[held])
                 pages[held] = -1
 
-    def end_turn(self) -> None:
-        """Publish every computed token, the answer's included, and save the conversation's drop plan. Once."""
+    def end_turn(self, *, stop_reason: str | None = None, output_tokens: int | None = None) -> None:
+        """Publish every computed token, the answer's included, and save the conversation's drop plan. Once.
+
+        stop_reason, output_tokens   why and after how many tokens the answer ended, for eviction policies that learn
+        """
         with self._manager.guard():
             self.require_open()
             if self.turn_ended:
                 raise TurnEndedError(f"request {self.request_id}: end_turn was already called")
             self.turn_ended = True
             publisher.end_turn(self)
+            self._manager.turn_completed(self, stop_reason, output_tokens)
 
     # reading
 
@@ -374,7 +379,7 @@ class SequenceCache:
         self.rows = self.rows[:, :0]
         self.owned = self.owned[:0]
         if self.lock is not None:
-            self._tree.touch(self.lock.node)
+            self._tree.touch(self.lock.node, self.owner)
             self._tree.unlock(self.lock)
             self.lock = None
 

@@ -37,7 +37,12 @@ class PoolStats:
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """A snapshot; `hit_rate` is reused / (reused + missed) in blocks, 0 when nothing was asked."""
+    """A snapshot; `hit_rate` is reused / (reused + missed) in blocks, 0 when nothing was asked.
+
+    evictions     pages given up, by reason: capacity, superseded (blocks), window (window pages and snapshots for want
+                  of room), dropped_turn (windows and snapshots of turns that fell out of the retained ones)
+    index_bytes   bytes of the tree's token and page buffers
+    """
 
     pools: tuple[PoolStats, ...]
     open_sequences: int
@@ -48,6 +53,8 @@ class CacheStats:
     reused_partial_blocks: int
     missed_blocks: int
     evicted_blocks: int
+    evictions: dict[str, int]
+    index_bytes: int
     superseded_blocks: int
     tracked_conversations: int
     retained_turns: int

@@ -13,7 +13,8 @@ class EvictionOrder(Protocol):
     """Keeps the evictable leaf runs. Superseded runs always go first.
 
     The tree calls `offer` whenever a run may have become evictable or its place may have changed, and `pop` until it
-    has enough pages. A popped run is offered again by the tree if blocks of it are left.
+    has enough pages. A popped run is offered again by the tree if blocks of it are left. An owner is a conversation
+    id, or a name of its own for a request without one; a run's `owner` is the last one that used it.
     """
 
     def offer(self, node: RadixNode) -> None:
@@ -22,4 +23,16 @@ class EvictionOrder(Protocol):
 
     def pop(self) -> RadixNode | None:
         """The next run to shorten, or None when no offered run is a live leaf."""
+        ...
+
+    def request_began(self, owner: str) -> None:
+        """A request of `owner` was opened."""
+        ...
+
+    def turn_ended(self, owner: str, stop_reason: str | None, output_tokens: int | None) -> None:
+        """A turn of `owner` is over: it waits for its user or its tool from now on."""
+        ...
+
+    def evicted(self, blocks: int) -> None:
+        """So many blocks were given up for want of room (for measuring the turnover)."""
         ...

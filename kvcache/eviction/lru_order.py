@@ -8,13 +8,16 @@ from kvcache.radix_node import RadixNode
 
 __all__ = ["LruOrder"]
 
+_COMPACT_FROM = 1024
+
 
 class LruOrder:
-    """One heap entry a run; an entry that has become stale is corrected when it surfaces."""
+    """One valid heap entry a run; an entry that has become stale is corrected when it surfaces."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[int, int], int, RadixNode]] = []
         self._serial = 0
+        self._compact_at = _COMPACT_FROM
 
     def offer(self, node: RadixNode) -> None:
         """Consider `node` from now on."""
@@ -26,11 +29,18 @@ class LruOrder:
         node.queued = key
         self._serial += 1
         heapq.heappush(self._heap, (key, self._serial, node))
+        if len(self._heap) > self._compact_at:
+            self._heap = [entry for entry in self._heap if entry[2].alive and entry[2].queued == entry[0]]
+            heapq.heapify(self._heap)
+            self._compact_at = max(_COMPACT_FROM, 2 * len(self._heap))
 
-    def pop(self) -> RadixNode | None:
+    def pop(self, *, superseded_only: bool = False) -> RadixNode | None:
         """The next run, or None."""
         while self._heap:
-            key, _, node = heapq.heappop(self._heap)
+            key, _, node = self._heap[0]
+            if superseded_only and key[0] > 0:
+                return None
+            heapq.heappop(self._heap)
             if node.queued != key:
                 continue  # another entry stands for this run
             node.queued = None
@@ -41,3 +51,12 @@ class LruOrder:
                 continue
             return node
         return None
+
+    def request_began(self, owner: str) -> None:
+        """Recency is all that counts here."""
+
+    def turn_ended(self, owner: str, stop_reason: str | None, output_tokens: int | None) -> None:
+        """Recency is all that counts here."""
+
+    def evicted(self, blocks: int) -> None:
+        """Recency is all that counts here."""

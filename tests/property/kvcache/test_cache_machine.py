@@ -29,6 +29,7 @@ from kvcache import (
     ReuseScope,
     SequenceCache,
 )
+from kvcache.config import EvictionPolicyName
 from kvcache.testing import PatternModel, pattern_layout
 
 SCOPES = (ReuseScope(), ReuseScope(cache_salt="s"), ReuseScope(adapter="s"))
@@ -65,6 +66,7 @@ class CacheMachine(RuleBasedStateMachine):
     policy = ReusePolicy.PER_CONVERSATION
     turns = 2
     eviction_possible = True
+    eviction = EvictionPolicyName.LRU
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,6 +79,7 @@ class CacheMachine(RuleBasedStateMachine):
         config = KvCacheConfig(
             tokens_per_block=self.block,
             block_reuse_config=BlockReuseConfig(**reuse),  # type: ignore[arg-type]
+            eviction_policy=self.eviction,
             max_peer_pins=4,
             max_tracked_conversations=2 if self.eviction_possible else 100,
             conversation_idle_timeout_s=50.0,
@@ -106,6 +109,7 @@ class CacheMachine(RuleBasedStateMachine):
             scope, base = self.known[data.draw(st.integers(0, len(self.known) - 1))]
         tokens = [*base[:keep], *extra][:48]
         array = np.array(tokens, dtype=np.int32)
+        self.manager.expire_idle()  # `create` does so first
         probed = self.manager.probe_reuse(array, SCOPES[scope])
         cache = self.manager.create(f"r{self.serial}", array, scope=SCOPES[scope], conversation_id=conversation)
         self.serial += 1
@@ -165,7 +169,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def end_turn(self, data: st.DataObject) -> None:
         one = data.draw(st.sampled_from([one for one in self.open if not one.ended and one.cache.prompt_ended]))
-        one.cache.end_turn()
+        one.cache.end_turn(stop_reason="stop", output_tokens=len(one.tokens))
         one.ended = True
         self.remember(one)
         assert one.cache.num_committed_tokens == one.cache.num_computed_tokens
@@ -272,6 +276,7 @@ def machine(**options: object) -> type[CacheMachine]:
 KINDS: dict[str, dict[str, object]] = {
     "full, pressure": {},
     "full, room": {"pages": 3000, "eviction_possible": False},
+    "full, turn_aware": {"pages": 16, "eviction": EvictionPolicyName.TURN_AWARE},
     "full, per_request": {"policy": ReusePolicy.PER_REQUEST, "pages": 16},
     "full, all_reusable": {"policy": ReusePolicy.ALL_REUSABLE, "pages": 16},
     "window, pressure": {"windows": (8,)},
@@ -281,8 +286,8 @@ KINDS: dict[str, dict[str, object]] = {
     "recurrent, room": {"recurrent": 1, "pages": 3000, "eviction_possible": False, "turns": 3},
     "window and recurrent": {"windows": (6,), "recurrent": 2, "pages": 20},
 }
-# ten machines x examples x steps: above 20,000 steps in the normal suite; raise it by hand for a long run
-EXAMPLES = int(os.environ.get("KVFERRY_MACHINE_EXAMPLES", "45"))
+# eleven machines x examples x steps: above 20,000 steps in the normal suite; raise it by hand for a long run
+EXAMPLES = int(os.environ.get("KVFERRY_MACHINE_EXAMPLES", "40"))
 
 
 @pytest.mark.timeout(600)

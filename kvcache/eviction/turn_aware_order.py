@@ -1,0 +1,155 @@
+"""Conversations least likely to come back soon go first, decided per conversation and learned while serving.
+
+The likelihood comes from the stop reason of the last turn, the conversation's past gaps and the idle time
+(`return_hazard`); "soon" is the measured time in which the whole cache is turned over. While the requests carry no
+stop reason there is nothing to learn from, and the order is plain LRU.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+
+import numpy as np
+
+from kvcache.eviction.lru_order import LruOrder
+from kvcache.eviction.return_hazard import ReturnHazard
+from kvcache.radix_node import RadixNode
+
+__all__ = ["TurnAwareOrder"]
+
+_FIRST_HORIZON_S = 60.0
+_LEAST_HORIZON_S, _MOST_HORIZON_S = 20.0, 1200.0
+_SMOOTHING = 0.5
+_FORGET_AFTER_S = 7200.0
+
+
+class _Owner:
+    """One conversation: its evictable leaf runs and what is known of its rhythm."""
+
+    __slots__ = ("active", "gap", "idle_since", "kind", "leaves")
+
+    def __init__(self, now: float) -> None:
+        self.leaves: set[RadixNode] = set()
+        self.idle_since = now
+        self.kind = 0
+        self.gap: float | None = None
+        self.active = 0
+
+
+class TurnAwareOrder:
+    """See the module. `pool_blocks` is the size of the cache, for the turnover time."""
+
+    def __init__(self, clock: Callable[[], float], pool_blocks: int) -> None:
+        self._clock = clock
+        self._pool_blocks = pool_blocks
+        self._lru = LruOrder()
+        self._hazard = ReturnHazard()
+        self._owners: dict[str, _Owner] = {}
+        self._queue: list[tuple[float, float, str]] = []
+        self._refreshed_at = float("-inf")
+        self._turns = 0.0
+        self._informed_turns = 0.0
+        self._evicted = 0
+        self._mark: float | None = None
+        self.horizon_s = _FIRST_HORIZON_S
+
+    @property
+    def informed(self) -> bool:
+        """True while most turns carry a stop reason."""
+        return self._informed_turns * 2 > self._turns
+
+    def offer(self, node: RadixNode) -> None:
+        """Consider `node` from now on."""
+        if node.children or node.parent is None or not node.alive:
+            return
+        self._lru.offer(node)
+        self._owner(node.owner).leaves.add(node)
+
+    def pop(self) -> RadixNode | None:
+        """The next run, or None."""
+        superseded = self._lru.pop(superseded_only=True)
+        if superseded is not None or not self.informed:
+            return superseded if superseded is not None else self._lru.pop()
+        now = self._clock()
+        fresh = now - self._refreshed_at < self.horizon_s / 32
+        if not fresh:
+            self._refresh(now)
+        node = self._from_queue()
+        if node is None and fresh:
+            self._refresh(now)
+            node = self._from_queue()
+        return node
+
+    def request_began(self, owner: str) -> None:
+        """Learn from the gap since the last turn."""
+        now, known = self._clock(), owner in self._owners
+        record = self._owner(owner)
+        if known and record.active == 0:
+            gap = now - record.idle_since
+            self._hazard.returned(record.kind, gap)
+            record.gap = gap if record.gap is None else _SMOOTHING * gap + (1 - _SMOOTHING) * record.gap
+        record.active += 1
+
+    def turn_ended(self, owner: str, stop_reason: str | None, output_tokens: int | None) -> None:
+        """The conversation waits from now on."""
+        record = self._owner(owner)
+        record.active = max(0, record.active - 1)
+        record.idle_since = self._clock()
+        record.kind = self._hazard.class_of(stop_reason, record.gap, output_tokens)
+        self._turns = self._turns * 0.999 + 1
+        self._informed_turns = self._informed_turns * 0.999 + (1 if stop_reason is not None else 0)
+
+    def evicted(self, blocks: int) -> None:
+        """Measure the turnover: how long until as many blocks as the pool has were given up."""
+        now = self._clock()
+        if self._mark is None:
+            self._mark = now
+        self._evicted += blocks
+        if self._evicted >= self._pool_blocks // 4 and now > self._mark:
+            turnover = (now - self._mark) * self._pool_blocks / self._evicted
+            smoothed = self.horizon_s + 0.3 * (turnover - self.horizon_s)
+            self.horizon_s = min(_MOST_HORIZON_S, max(_LEAST_HORIZON_S, smoothed))
+            self._mark, self._evicted = now, 0
+
+    def _owner(self, owner: str) -> _Owner:
+        record = self._owners.get(owner)
+        if record is None:
+            record = self._owners[owner] = _Owner(self._clock())
+        return record
+
+    def _refresh(self, now: float) -> None:
+        self._refreshed_at = now
+        for name in [n for n, r in self._owners.items() if not r.leaves and now - r.idle_since > _FORGET_AFTER_S]:
+            if self._owners[name].active == 0:
+                del self._owners[name]
+        idle = [(name, record) for name, record in self._owners.items() if record.active == 0]
+        kinds = np.array([record.kind for _, record in idle], dtype=np.int64)
+        ages = np.array([max(0.0, now - record.idle_since) for _, record in idle], dtype=np.float64)
+        scores = self._hazard.within(kinds, ages, self.horizon_s) if idle else ages
+        self._queue = [
+            (score, record.idle_since, name)
+            for (name, record), score in zip(idle, scores.tolist(), strict=True)
+            if record.leaves
+        ]
+        self._queue.extend((float("inf"), r.idle_since, n) for n, r in self._owners.items() if r.active and r.leaves)
+        heapq.heapify(self._queue)
+
+    def _from_queue(self) -> RadixNode | None:
+        while self._queue:
+            name = self._queue[0][2]
+            record = self._owners.get(name)
+            best: RadixNode | None = None
+            for node in list(record.leaves) if record is not None else ():
+                if not node.alive or node.children or node.superseded:
+                    record.leaves.discard(node)  # type: ignore[union-attr]
+                elif node.owner != name:
+                    record.leaves.discard(node)  # type: ignore[union-attr]
+                    self._owner(node.owner).leaves.add(node)
+                elif best is None or node.last_used < best.last_used:
+                    best = node
+            if best is not None and record is not None:
+                record.leaves.discard(best)
+                return best
+            heapq.heappop(self._queue)
+        return None
