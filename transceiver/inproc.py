@@ -183,14 +183,14 @@ class InprocTransport:
                 deliver(_flip(payload))
             case FaultKind.REORDER:
                 link.held.append(payload)
-            case FaultKind.CUT:
+            case FaultKind.CUT | FaultKind.FULL:
                 self.post(lambda: self.cut(link))
             case FaultKind.KILL:
                 self.kill()
             case FaultKind.STALL:
                 self._stalled = True
             case FaultKind.DROP:
-                return True
+                pass
         return True
 
     def start_get(self, link: InprocLink, batch: ReadBatch, base: int, token: object) -> None:
@@ -212,7 +212,7 @@ class InprocTransport:
                     byte.value ^= 0x10
             self._finish(number, None)
 
-        if kind is FaultKind.CUT:
+        if kind in (FaultKind.CUT, FaultKind.FULL):
             self.post(lambda: self.cut(link))
         elif kind is FaultKind.KILL:
             self.post(self.kill)

@@ -252,6 +252,10 @@ class PeerTable:
                 self._ready(peer)
                 for pull in list(peer.pulls.values()):
                     pull.on_link(peer)
+            case Hello() if not peer.outgoing and message == peer.hello:
+                self._ctx.stats.stale_messages += 1  # a duplicate
+            case Challenge() if peer.outgoing and peer.phase is _Phase.PROVING:
+                self._ctx.stats.stale_messages += 1
             case Refuse():
                 self._ctx.stats.refused_links += 1
                 self._remember(peer, f"refused by the peer ({message.field}): {message.reason}")

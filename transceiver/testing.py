@@ -1,4 +1,4 @@
-"""Fault injector for the `inproc` transport: delay, drop, duplicate, reorder, corrupt, cut, stall, kill.
+"""Fault injector for the `inproc` transport: delay, drop, duplicate, reorder, corrupt, cut, stall, full queue, kill.
 
 A product part: give a `FaultInjector` to `CacheTransceiver(faults=...)` and it decides the fate of every message this
 transceiver sends and of every read it makes. Deterministic: rules fire by match and count, never by chance of timing.
@@ -24,6 +24,7 @@ class FaultKind(StrEnum):
     CORRUPT = "corrupt"
     CUT = "cut"
     STALL = "stall"
+    FULL = "full"
     KILL = "kill"
 
 
@@ -33,8 +34,8 @@ class Fault:
 
     It lets `skip` matches pass and then applies to `count` of them (0: all). `seconds` is the delay of DELAY.
     DROP of a read means that it never completes until the link is cut; CORRUPT flips a bit of the payload or of the
-    data read; REORDER lets the next message overtake; STALL stops this process's loop from answering; KILL makes this
-    transceiver vanish as a killed process does.
+    data read; REORDER lets the next message overtake; STALL stops this process's loop from answering; FULL finds the
+    send queue full, which ends the link; KILL makes this transceiver vanish as a killed process does.
     """
 
     kind: FaultKind

@@ -31,6 +31,7 @@ __all__ = ["UcxLink", "UcxTransport", "parse_address"]
 
 _log = logging.getLogger(__name__)
 _AM_ID = 23
+_MAX_SENDS = 1024  # messages a link may have waiting before it is given up
 _SMALL_READ = 64 << 10  # one read of this size goes through UCX: it also proves that the peer still answers
 _MAX_PROGRESS = 64  # rounds before events are delivered, so that a busy fabric cannot starve the protocol
 _FLUSH_S = 0.2  # on close: how long the last messages may take to leave
@@ -108,6 +109,9 @@ class UcxLink:
             raise LinkClosedError(f"cannot send to {self.peer}: {error}") from error
         if request:
             self.sends.append((request, payload))
+            if len(self.sends) > _MAX_SENDS:
+                self.owner.fail(self)
+                raise LinkClosedError(f"{self.peer} does not take messages: {_MAX_SENDS} are waiting")
 
     def open_region(self, address: int, nbytes: int, key: bytes) -> RemoteRegion:
         if not self.open:
@@ -330,6 +334,11 @@ class UcxTransport:
             if status != UCS_OK:
                 read.error = ucp.status_text(status)
         return True
+
+    def fail(self, link: UcxLink) -> None:
+        """Give a link up at the next poll."""
+        if link not in self._lost:
+            self._lost.append(link)
 
     def drop(self, link: UcxLink, reason: str | None) -> None:
         """Close the endpoint, complete what was under way, and report a loss when there is a reason."""
