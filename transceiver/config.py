@@ -63,6 +63,8 @@ class CacheTransceiverConfig(BaseModel):
     """Peers connected to this worker at once."""
     connect_timeout_ms: PositiveInt = 5_000
     """Longest time for connecting and the handshake (milliseconds)."""
+    refusal_ttl_ms: PositiveInt = 1_000
+    """How long an address that refused this side (secret, layout) is not asked again (milliseconds)."""
     early_request_ttl_ms: PositiveInt = 120_000
     """How long a request that arrives before its publication is kept (milliseconds)."""
     drain_timeout_ms: PositiveInt = 2_000

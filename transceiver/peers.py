@@ -55,7 +55,6 @@ __all__ = ["Peer", "PeerTable"]
 _log = logging.getLogger(__name__)
 _MAX_HELLO_BYTES = MAX_UNPROVEN_BYTES
 _LINGER_S = 0.5  # how long a refused link stays open so that the refusal arrives
-_REFUSAL_TTL_S = 5.0
 
 
 class _Phase(StrEnum):
@@ -325,7 +324,7 @@ class PeerTable:
         """End a link that cannot work: pulls fail now, the link itself lingers until the refusal has gone out."""
         _log.warning("link with %s ended: %s", peer.worker_id or peer.link.peer, reason)
         if peer.address:
-            self._refused[peer.address] = (self._ctx.clock() + _REFUSAL_TTL_S, reason)
+            self._refused[peer.address] = (self._ctx.clock() + self._ctx.config.refusal_ttl_ms / 1000, reason)
         self._forget(peer, reason)
         self._ctx.after(_LINGER_S, peer.link.close)
 

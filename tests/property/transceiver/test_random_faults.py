@@ -1,0 +1,154 @@
+"""Two cache managers and two transceivers under random transfers, cancels and faults: nothing leaks, no byte is wrong.
+
+A longer run: ``KVFERRY_FAULT_STEPS=500000 pytest tests/property/transceiver/test_random_faults.py``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from kvcache.errors import OutOfPagesError
+from tests.integration.transceiver.cached_side import CachedSide, Fetch, prompt_of
+from tests.unit.transceiver.rig import eventually
+from transceiver import CacheTransceiverConfig, Publication, TransceiverBackend, TransferStatus
+from transceiver.inproc import InprocTransport
+from transceiver.testing import Fault, FaultKind
+
+STEPS_PER_EXAMPLE = 100
+TOTAL_STEPS = int(os.environ.get("KVFERRY_FAULT_STEPS", "10000"))
+CONFIG = CacheTransceiverConfig(
+    backend=TransceiverBackend.INPROC,
+    connect_timeout_ms=150,
+    drain_timeout_ms=60,
+    early_request_ttl_ms=150,
+    refusal_ttl_ms=20,
+)
+MESSAGES = ("Hello", "Challenge", "Proof", "Welcome", "PullRequest", "Grant", "Digests", "get", "Ack", "")
+SURVIVABLE = tuple(kind for kind in FaultKind if kind not in (FaultKind.KILL, FaultKind.STALL))
+_numbers = itertools.count()
+
+
+class RandomFaults(RuleBasedStateMachine):
+    """Offers, fetches, cancels, faults and evictions in any order."""
+
+    grants: Bundle[tuple[int, int, Publication]] = Bundle("grants")
+    fetches: Bundle[tuple[int, Fetch]] = Bundle("fetches")
+
+    def __init__(self) -> None:
+        super().__init__()
+        number = next(_numbers)
+        self.sides = [CachedSide(f"{name}-walk-{number}", CONFIG) for name in ("a", "b")]
+        self.names = itertools.count()
+        self.open_grants: list[Publication] = []
+        self.open_fetches: list[tuple[int, Fetch]] = []
+
+    @rule(target=grants, side=st.integers(0, 1), prompt=st.integers(0, 7), lease=st.sampled_from((0.02, 0.15)))
+    def offer(self, side: int, prompt: int, lease: float) -> tuple[int, int, Publication]:
+        try:
+            grant = self.sides[side].offer(f"t{next(self.names)}", prompt_of(prompt), lease)
+        except OutOfPagesError:
+            self.settle()  # everything is pinned: let it end, then there is room
+            grant = self.sides[side].offer(f"t{next(self.names)}", prompt_of(prompt), lease)
+        self.open_grants.append(grant)
+        return side, prompt, grant
+
+    @rule(target=fetches, grant=grants, timeout=st.sampled_from((0.02, 0.15)))
+    def fetch(self, grant: tuple[int, int, Publication], timeout: float) -> tuple[int, Fetch]:
+        side, prompt, publication = grant
+        receiver = self.sides[1 - side]
+        try:
+            fetch = receiver.fetch(publication.ticket, prompt_of(prompt), timeout)
+        except OutOfPagesError:
+            self.settle()
+            fetch = receiver.fetch(publication.ticket, prompt_of(prompt), timeout)
+        self.open_fetches.append((1 - side, fetch))
+        return 1 - side, fetch
+
+    @rule(fetch=consumes(fetches))
+    def finish(self, fetch: tuple[int, Fetch]) -> None:
+        if fetch in self.open_fetches:
+            self.open_fetches.remove(fetch)
+            self.sides[fetch[0]].finish(fetch[1], 10)
+
+    @rule(grant=grants)
+    def cancel_grant(self, grant: tuple[int, int, Publication]) -> None:
+        grant[2].cancel()
+
+    @rule(fetch=fetches)
+    def cancel_fetch(self, fetch: tuple[int, Fetch]) -> None:
+        fetch[1].pull.cancel()
+
+    @rule(
+        side=st.integers(0, 1), kind=st.sampled_from(SURVIVABLE), step=st.sampled_from(MESSAGES), skip=st.integers(0, 2)
+    )
+    def break_something(self, side: int, kind: FaultKind, step: str, skip: int) -> None:
+        self.sides[side].faults.add(Fault(kind, step, skip=skip, seconds=0.01))
+
+    @rule(side=st.integers(0, 1))
+    def heal(self, side: int) -> None:
+        self.sides[side].faults.clear()
+
+    @rule(side=st.integers(0, 1), stall=st.booleans())
+    def stall(self, side: int, stall: bool) -> None:
+        transport = self.sides[side].transceiver._transport
+        assert isinstance(transport, InprocTransport)
+        transport._stalled = stall
+        transport.wake()
+
+    @rule(side=st.integers(0, 1))
+    def forget_cached_blocks(self, side: int) -> None:
+        if not self.sides[side].manager.stats().open_sequences:
+            with self.sides[side].lock:
+                self.sides[side].manager.clear()
+
+    @invariant()
+    def pools_are_whole(self) -> None:
+        for side in self.sides:
+            with side.lock:
+                side.manager.check_integrity()
+
+    def settle(self) -> None:
+        for side in self.sides:
+            transport = side.transceiver._transport
+            assert isinstance(transport, InprocTransport)
+            transport.resume()
+        while self.open_fetches:
+            side_index, fetch = self.open_fetches.pop()
+            self.sides[side_index].finish(fetch, 10)
+        while self.open_grants:
+            self.open_grants.pop().future.result(10)
+
+    def works(self, sender: CachedSide, receiver: CachedSide) -> bool:
+        grant = sender.offer(f"t{next(self.names)}", prompt_of(99), 5)
+        return receiver.finish(receiver.fetch(grant.ticket, prompt_of(99), 5), 10) is TransferStatus.DONE
+
+    def teardown(self) -> None:
+        try:
+            for side in self.sides:
+                side.faults.clear()
+            self.settle()
+            for side in self.sides:
+                assert eventually(side.at_rest), "something is left open"
+            for sender, receiver in (self.sides, self.sides[::-1]):  # and it still works
+                assert eventually(lambda s=sender, r=receiver: self.works(s, r), 10)  # type: ignore[misc]
+        finally:
+            for side in self.sides:
+                side.close()
+
+
+TestRandomFaults = RandomFaults.TestCase
+TestRandomFaults.settings = settings(
+    max_examples=max(1, TOTAL_STEPS // STEPS_PER_EXAMPLE),
+    stateful_step_count=STEPS_PER_EXAMPLE,
+    deadline=None,
+    phases=(Phase.explicit, Phase.reuse, Phase.generate),  # threads: shrinking would chase timing
+    suppress_health_check=list(HealthCheck),
+    print_blob=True,
+)
+TestRandomFaults = pytest.mark.timeout(0)(TestRandomFaults)
