@@ -6,7 +6,7 @@ Model-independent: a `KvLayout` describes a model. Knows no network, no Ray, no 
 from __future__ import annotations
 
 from kvcache.block_table import BlockTable
-from kvcache.config import BlockReuseConfig, KvCacheConfig, ReusePolicy
+from kvcache.config import BlockReuseConfig, EvictionPolicyName, KvCacheConfig, RecurrentStateConfig, ReusePolicy
 from kvcache.errors import (
     ClosedSequenceError,
     CorruptedCacheError,
@@ -20,15 +20,19 @@ from kvcache.errors import (
     TurnEndedError,
     UnknownLifeCycleError,
 )
+from kvcache.events import EventKind, KvEvent, StoredBlock, Tier
 from kvcache.layout import KvLayout, LayerGroup, LifeCycleKind
 from kvcache.manager import KvCacheManager
 from kvcache.page_pin import PagePin
+from kvcache.provenance import BlockOrigin, BlockProvenance, Provenance
 from kvcache.reuse_scope import ReuseScope
 from kvcache.sequence_cache import SequenceCache
 from kvcache.stats import CacheStats, PoolStats
 from kvcache.storage import BytesPageStorage, MemoryRegion, PageStorage, TorchPageStorage
 
 __all__ = [
+    "BlockOrigin",
+    "BlockProvenance",
     "BlockReuseConfig",
     "BlockTable",
     "BytesPageStorage",
@@ -36,11 +40,14 @@ __all__ = [
     "ClosedSequenceError",
     "CorruptedCacheError",
     "DropHandleUsedError",
+    "EventKind",
+    "EvictionPolicyName",
     "InvalidSizeError",
     "InvalidTokensError",
     "KvCacheConfig",
     "KvCacheError",
     "KvCacheManager",
+    "KvEvent",
     "KvLayout",
     "LayerGroup",
     "LifeCycleKind",
@@ -51,9 +58,13 @@ __all__ = [
     "PageStorage",
     "PinLimitError",
     "PoolStats",
+    "Provenance",
+    "RecurrentStateConfig",
     "ReusePolicy",
     "ReuseScope",
     "SequenceCache",
+    "StoredBlock",
+    "Tier",
     "TorchPageStorage",
     "TurnEndedError",
     "UnknownLifeCycleError",

@@ -130,6 +130,9 @@ class KvCacheConfig(BaseModel):
         default=EvictionPolicyName.LRU,
         description="lru, or turn_aware: conversations least likely to come back soon first, learned while serving",
     )
+    event_buffer_max_size: int = Field(
+        default=0, ge=0, description="Block events kept until they are polled; 0: no events are made"
+    )
     max_peer_pins: int = Field(default=4096, ge=1, description="Most page pins that peers may hold at a time")
 
     @model_validator(mode="before")

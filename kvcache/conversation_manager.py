@@ -18,13 +18,14 @@ _LOG = logging.getLogger(__name__)
 
 
 class Conversation:
-    """Retained turns of one id. `current` is the request whose prompt is being computed."""
+    """Retained turns of one id; `completed` counts all its turns, `current` is the request that computes its prompt."""
 
-    __slots__ = ("conversation_id", "current", "ended", "last_used", "open_requests", "turns")
+    __slots__ = ("completed", "conversation_id", "current", "ended", "last_used", "open_requests", "turns")
 
     def __init__(self, conversation_id: str, now: float) -> None:
         self.conversation_id = conversation_id
         self.current: str | None = None
+        self.completed = 0
         self.open_requests = 0
         self.turns: deque[DropHandle] = deque()
         self.last_used = now
@@ -94,6 +95,7 @@ class ConversationManager:
         """
         if conversation.ended:
             return
+        conversation.completed += 1
         handle = plan()
         if handle is None:
             _LOG.warning(

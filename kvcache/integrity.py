@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.block_keys import chain_keys
 from kvcache.radix_node import RadixNode
 
 if TYPE_CHECKING:
@@ -43,6 +44,9 @@ def _tree_fault(manager: KvCacheManager) -> str | None:
         fault = _anchor_fault(node)
         if fault:
             return fault
+        keyed = tree.keep_keys and node.parent is not None
+        if keyed and node.digests != chain_keys(tree.key_before(node, 0), node.tokens(), block):
+            return "the block keys of a run are stale"
         keys = node.keys
         for first, second in pairwise(keys):
             if second.startswith(first):
@@ -60,6 +64,8 @@ def _anchor_fault(node: RadixNode) -> str | None:
             return "an anchor stands in another run than the one that lists it"
         if not (0 < anchor.offset <= node.length or (anchor.offset == 0 and node.parent is None)):
             return f"an anchor stands at {anchor.offset} of a run of {node.length} tokens"
+    if any(second[0] <= first[0] for first, second in pairwise(node.origins)):
+        return "the origins of a run are out of order"
     for _, position in node.states:
         if not node.start < position <= node.end:
             return f"a snapshot at {position} lies outside its run {node.start}..{node.end}"

@@ -26,10 +26,12 @@ from kvcache.errors import (
     PinLimitError,
     UnknownLifeCycleError,
 )
+from kvcache.events import EventKind, EventLog, KvEvent
 from kvcache.eviction import EvictionOrder, LruOrder, TurnAwareOrder
 from kvcache.integrity import find_fault
 from kvcache.layout import KvLayout
 from kvcache.page_pin import PagePin
+from kvcache.provenance import BlockProvenance
 from kvcache.radix_match import Match, TreeShape
 from kvcache.radix_node import Anchor, Tokens
 from kvcache.radix_tree import RadixTree
@@ -53,6 +55,7 @@ class KvCacheManager:
         storage: PageStorage,
         *,
         clock: Callable[[], float] = time.monotonic,
+        worker_id: str = "",
     ) -> None:
         if storage.layout != layout:
             raise InvalidSizeError("the storage was made for another layout than the manager's")
@@ -71,6 +74,12 @@ class KvCacheManager:
         if config.eviction_policy is EvictionPolicyName.TURN_AWARE:
             order = TurnAwareOrder(clock, self.pools[0].num_pages)
         self.tree = RadixTree(TreeShape.of(layout.tokens_per_block, layout.groups), self.pools, order)
+        self.worker_id = worker_id
+        self.events: EventLog | None = None
+        if config.event_buffer_max_size:
+            self.events = self.tree.events = EventLog(config.event_buffer_max_size)
+            self.tree.keep_keys = True
+            self.events.add(EventKind.CREATED, pages=tuple(pool.num_pages for pool in self.pools))
         self.counters = CacheCounters()
         self.poison_reason: str | None = None
         self.ledger: ConversationManager | None = None
@@ -92,6 +101,16 @@ class KvCacheManager:
         self._require_sound()
         match = self._match(self.checked_tokens(tokens), self._digest(scope))
         return 0 if match is None else match.num_tokens
+
+    def provenance(self, tokens: Tokens, scope: ReuseScope = _NO_SCOPE) -> list[BlockProvenance]:
+        """Where the cached blocks of the longest reusable prefix of ``tokens[:-1]`` came from. No side effects."""
+        self._require_sound()
+        match = self._match(self.checked_tokens(tokens), self._digest(scope))
+        return [] if match is None else self.tree.provenance(match.node, match.offset)
+
+    def poll_events(self, most: int | None = None) -> list[KvEvent]:
+        """The oldest buffered events, which leave the buffer. Empty when `event_buffer_max_size` is 0."""
+        return [] if self.events is None else self.events.poll(most)
 
     def create(
         self,

@@ -116,7 +116,9 @@ def publish(sequence: SequenceCache, end: int, *, last: bool = False) -> None:
             rows = rows.copy()
             for row, _, window in sequence._shape.window_rows:
                 rows[row, : max(0, first_live_block(end, block, window) - first)] = -1
-        node, offset = tree.insert(start_node, start_offset, sequence.tokens(first * block, end), rows)
+        node, offset = tree.insert(
+            start_node, start_offset, sequence.tokens(first * block, end), rows, sequence.origins_from(first)
+        )
         tree.move_lock(sequence.lock, node, offset)
         sequence.num_committed_tokens = end
         _hand_over(sequence, first, end // block)

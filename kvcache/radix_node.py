@@ -12,6 +12,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.provenance import Provenance
+
 __all__ = ["Anchor", "RadixNode", "common_prefix"]
 
 Tokens: TypeAlias = NDArray[np.int32]
@@ -53,6 +55,8 @@ class RadixNode:
     anonymous    leading tokens that a publisher without a conversation published
     superseded   was on a retained turn's path and is on none any more
     scope        digest of the reuse scope (roots only)
+    digests      chained keys of the whole blocks (only when somebody needs keys)
+    origins      (block index from which on it holds, provenance), increasing
     """
 
     __slots__ = (
@@ -61,11 +65,13 @@ class RadixNode:
         "alive",
         "anonymous",
         "children",
+        "digests",
         "endpoints",
         "keys",
         "last_used",
         "length",
         "locks",
+        "origins",
         "owner",
         "parent",
         "queued",
@@ -93,6 +99,8 @@ class RadixNode:
         self.queued: tuple[int, int] | None = None
         self.alive = True
         self.scope = b""
+        self.digests: list[bytes] = []
+        self.origins: list[tuple[int, Provenance]] = []
 
     @property
     def end(self) -> int:
@@ -147,6 +155,27 @@ class RadixNode:
         if offset * 3 < len(self._tokens) * 2:
             self._tokens = self._tokens[:offset].copy()
             self._rows = self._rows[:, : offset // block].copy()
+
+    def cut_digests(self, blocks: int) -> list[bytes]:
+        """Keep the keys and origins of the first `blocks` blocks; returns the keys cut off."""
+        gone = self.digests[blocks:]
+        del self.digests[blocks:]
+        self.origins = [(at, origin) for at, origin in self.origins if at < blocks]
+        return gone
+
+    def add_origins(self, first: int, origins: list[tuple[int, Provenance]]) -> None:
+        """Blocks from `first` on come from `origins` (indices from `first`)."""
+        for at, origin in origins:
+            if not self.origins or self.origins[-1][1] != origin:
+                self.origins.append((first + at, origin))
+
+    def front_origins(self, blocks: int) -> list[tuple[int, Provenance]]:
+        """Take the origins of the first `blocks` blocks out (for a split)."""
+        front = [(at, origin) for at, origin in self.origins if at < blocks]
+        rest = [(at - blocks, origin) for at, origin in self.origins if at > blocks]
+        covering = [origin for at, origin in self.origins if at <= blocks]
+        self.origins = [(0, covering[-1]), *rest] if covering else rest
+        return front
 
     def add_child(self, key: bytes, child: RadixNode) -> None:
         """Hang `child` under the bytes of its first block."""

@@ -7,15 +7,21 @@ here. The tree owns the pages marked `in_tree`; it must never give up a block th
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TypeAlias
 
 import numpy as np
 
+from kvcache.block_keys import chain_keys
 from kvcache.block_pool import BlockPool
+from kvcache.events import EventKind, EventLog, StoredBlock
 from kvcache.eviction.eviction_order import EvictionOrder
+from kvcache.provenance import BlockProvenance, Provenance
 from kvcache.radix_match import Match, TreeShape, path_rows, walk
 from kvcache.radix_node import Anchor, RadixNode, Rows, Tokens, common_prefix
 
 __all__ = ["RadixTree"]
+
+Origins: TypeAlias = Sequence[tuple[int, Provenance]]
 
 
 class RadixTree:
@@ -27,12 +33,16 @@ class RadixTree:
         self.order = order
         self.roots: dict[bytes, RadixNode] = {}
         self.tick = 0
+        self._origins: Origins = ()
+        self._inserting = 0
         self.superseded_blocks = 0
         self.evicted_blocks = 0
         self.evicted_superseded = 0
         self.evicted_window_pages = 0
         self.dropped_pages = 0
         self.locks: set[Anchor] = set()
+        self.events: EventLog | None = None
+        self.keep_keys = False
 
     # reading
 
@@ -98,12 +108,17 @@ class RadixTree:
 
     # publishing
 
-    def insert(self, node: RadixNode, offset: int, tokens: Tokens, rows: Rows) -> tuple[RadixNode, int]:
+    def insert(
+        self, node: RadixNode, offset: int, tokens: Tokens, rows: Rows, origins: Origins = ()
+    ) -> tuple[RadixNode, int]:
         """Publish `tokens` and their pages behind (`node`, `offset`), a block boundary.
 
         Blocks that are there already stay as they are, but take window pages they lack. Returns where the published
-        tokens end. New pages enter the tree; the caller goes on holding what it held.
+        tokens end. New pages enter the tree; the caller goes on holding what it held. `origins` says from which
+        block of `tokens` on which provenance holds.
         """
+        self._origins = origins
+        self._inserting = len(tokens)
         block, done, count = self.shape.block, 0, len(tokens)
         while done < count:
             if offset < node.length:
@@ -165,6 +180,7 @@ class RadixTree:
         child.last_used = self.tick
         child.append(0, tokens, self._enter(rows, len(tokens)), self.shape.block)
         parent.add_child(child.key(self.shape.block), child)
+        self._stored(child, 0, len(tokens))
         return child
 
     def _extend(self, node: RadixNode, offset: int, tokens: Tokens, rows: Rows) -> None:
@@ -174,6 +190,7 @@ class RadixTree:
             self.superseded_blocks += -(-(offset + len(tokens)) // block) - node.num_blocks(block)
         if offset == node.length:
             node.append(offset, tokens, self._enter(rows, len(tokens)), block)
+            self._stored(node, offset, len(tokens))
             return
         old = node.rows(node.num_blocks(block))[:, -1].copy()
         for row, group in enumerate(self.shape.attention):
@@ -193,7 +210,46 @@ class RadixTree:
                 self._replace(pool, new, page)
             else:
                 self._replace(pool, page, new)
+        node.cut_digests(offset // block)
         node.append(offset, tokens, merged, block)
+        self._stored(node, offset, len(tokens))
+
+    def _stored(self, node: RadixNode, offset: int, count: int) -> None:
+        """`count` new tokens stand at `offset` of a run: note where they came from and tell the observers."""
+        block = self.shape.block
+        first, skipped = offset // block, (self._inserting - count) // block
+        before = [origin for at, origin in self._origins if at <= skipped]
+        later = [(at - skipped, origin) for at, origin in self._origins if at > skipped]
+        node.add_origins(first, [(0, before[-1]), *later] if before else later)
+        if not self.keep_keys:
+            return
+        parent = self.key_before(node, first)
+        new = chain_keys(parent, node.tokens()[offset:], block)
+        node.digests.extend(new)
+        if self.events is not None and new:
+            rows = node.tokens()[offset : offset + len(new) * block].reshape(-1, block).tolist()
+            blocks = tuple(StoredBlock(key, tuple(row)) for key, row in zip(new, rows, strict=True))
+            at_start = node.start + offset == 0
+            self.events.add(
+                EventKind.STORED,
+                scope=self.scope_of(node),
+                parent_key=None if at_start else parent,
+                blocks=blocks,
+            )
+
+    def key_before(self, node: RadixNode, block_index: int) -> bytes:
+        """Chained key of the block before block `block_index` of a run (the scope's digest at the very start)."""
+        if block_index:
+            return node.digests[block_index - 1]
+        parent = node.parent
+        assert parent is not None
+        return parent.digests[-1] if parent.parent is not None else parent.scope
+
+    def scope_of(self, node: RadixNode) -> bytes:
+        """Digest of the reuse scope that a run belongs to."""
+        while node.parent is not None:
+            node = node.parent
+        return node.scope
 
     def _donate(self, node: RadixNode, first: int, rows: Rows, agreed: int) -> None:
         """Give existing blocks, whose first `agreed` tokens are equal, window pages they lack or hold less of."""
@@ -251,6 +307,8 @@ class RadixTree:
         front.add_child(node.key(block), node)
         front.last_used, front.owner, front.superseded = node.last_used, node.owner, node.superseded
         front.anonymous, node.anonymous = min(offset, node.anonymous), max(0, node.anonymous - offset)
+        front.origins = node.front_origins(offset // block)
+        front.digests, node.digests = node.digests[: offset // block], node.digests[offset // block :]
         front.states = {at: page for at, page in node.states.items() if at[1] <= front.end}
         node.states = {at: page for at, page in node.states.items() if at[1] > front.end}
         for mine, theirs in ((node.locks, front.locks), (node.endpoints, front.endpoints)):
@@ -335,6 +393,21 @@ class RadixTree:
                 wanted = node.num_blocks(block)
         return total
 
+    def provenance(self, node: RadixNode, offset: int) -> list[BlockProvenance]:
+        """Provenance of every block from the root to `offset` tokens into `node`."""
+        block, found, last = self.shape.block, [], -(-(node.start + offset) // self.shape.block)
+        above: RadixNode | None = node
+        while above is not None and above.parent is not None:
+            first = above.start // block
+            for at, origin in reversed(above.origins):
+                if first + at < last:
+                    found.append(BlockProvenance(first + at, last, origin))
+                    last = first + at
+            last = min(last, first)
+            above = above.parent
+        found.reverse()
+        return found
+
     def evictable_pages(self, group: int) -> int:
         """Pages of `group` that `evict` could free now."""
         pool = self.pools[group]
@@ -400,6 +473,9 @@ class RadixTree:
                 pages = pages[pages >= 0]
             self.pools[group].leave_tree(pages)
         length = blocks * block
+        gone = node.cut_digests(blocks)
+        if gone and self.events is not None:
+            self.events.add(EventKind.REMOVED, keys=tuple(gone))
         for at in [at for at in node.states if at[1] > node.start + length]:
             self.drop_state(node, at)
         claimed_anonymously = node.anonymous > 0

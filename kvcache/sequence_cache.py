@@ -25,6 +25,7 @@ from kvcache.errors import (
 )
 from kvcache.live_range import first_live_block
 from kvcache.page_pin import PagePin
+from kvcache.provenance import BlockOrigin, Provenance
 from kvcache.radix_match import Match
 from kvcache.radix_node import Anchor, Rows, Tokens
 
@@ -72,6 +73,7 @@ class SequenceCache:
         self.prompt_ended = False
         self.turn_ended = False
         self.prompt_end = 0
+        self._origins: list[tuple[int, Provenance]] = []
         self.points: tuple[int, ...] = ()
         self.explicit_points = False
         if match is not None and match.num_tokens:
@@ -226,10 +228,18 @@ class SequenceCache:
         """Where the next chunk of the prompt must end, at most `limit`: recurrent state is kept only at chunk ends."""
         return min([limit, *(point for point in self.points if point > self.num_computed_tokens)])
 
-    def append_computed(self, tokens: Tokens, *, end_of_prompt: bool = False) -> None:
+    def append_computed(
+        self,
+        tokens: Tokens,
+        *,
+        end_of_prompt: bool = False,
+        origin: BlockOrigin = BlockOrigin.COMPUTED,
+        worker: str | None = None,
+    ) -> None:
         """The KV of `tokens`, at positions `num_computed_tokens` on, now stands in the pages. Publishes as the policy
         says: `all_reusable` whole blocks at every call, the others at `end_of_prompt`. Empty `tokens` are allowed with
-        `end_of_prompt`. Raises InvalidSizeError past the capacity, InvalidTokensError when they contradict the prompt.
+        `end_of_prompt`. `origin` and `worker` say how the KV came here and who computed it (default: this worker did).
+        Raises InvalidSizeError past the capacity, InvalidTokensError when they contradict the prompt.
         """
         with self._manager.guard():
             self.require_open()
@@ -242,6 +252,7 @@ class SequenceCache:
             if self.sources or self.state_sources:
                 raise InvalidSizeError("call resize before the first append_computed: matched pages are not copied yet")
             self._store(tokens)
+            self._note_origin(origin, worker)
             self.num_computed_tokens = end
             if end_of_prompt:
                 self.prompt_ended = True
@@ -261,6 +272,17 @@ class SequenceCache:
                 grown[:start] = self._tokens[:start]
                 self._tokens = grown
             self._tokens[start:end] = tokens
+
+    def _note_origin(self, origin: BlockOrigin, worker: str | None) -> None:
+        turn = 0 if self.conversation is None else self.conversation.completed + 1
+        computed_by = self._manager.worker_id if worker is None else worker
+        made = Provenance(origin, computed_by, self.request_id, turn)
+        if not self._origins or self._origins[-1][1] != made:
+            self._origins.append((self.num_computed_tokens // self._shape.block, made))
+
+    def origins_from(self, block: int) -> list[tuple[int, Provenance]]:
+        """Provenance of the blocks from `block` on, with indices counted from there."""
+        return [(max(0, at - block), made) for at, made in self._origins]
 
     def _release_stale(self) -> None:
         for row, group, window in self._shape.window_rows:

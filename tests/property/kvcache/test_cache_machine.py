@@ -30,6 +30,7 @@ from kvcache import (
     SequenceCache,
 )
 from kvcache.config import EvictionPolicyName
+from kvcache.events import EventKind
 from kvcache.testing import PatternModel, pattern_layout
 
 SCOPES = (ReuseScope(), ReuseScope(cache_salt="s"), ReuseScope(adapter="s"))
@@ -67,6 +68,7 @@ class CacheMachine(RuleBasedStateMachine):
     turns = 2
     eviction_possible = True
     eviction = EvictionPolicyName.LRU
+    events = 0
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,6 +83,7 @@ class CacheMachine(RuleBasedStateMachine):
             block_reuse_config=BlockReuseConfig(**reuse),  # type: ignore[arg-type]
             eviction_policy=self.eviction,
             max_peer_pins=4,
+            event_buffer_max_size=self.events,
             max_tracked_conversations=2 if self.eviction_possible else 100,
             conversation_idle_timeout_s=50.0,
         )
@@ -91,7 +94,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.known: list[tuple[int, list[int]]] = []
         self.published = Published()
         self.serial = 0
-        self.fresh = 0
+        self.believed: set[bytes] = set()
 
     # requests
 
@@ -234,6 +237,16 @@ class CacheMachine(RuleBasedStateMachine):
             assert wrong is None, wrong
 
     @invariant()
+    def a_consumer_of_the_events_knows_what_is_cached(self) -> None:
+        for event in self.manager.poll_events():
+            if event.kind is EventKind.STORED:
+                self.believed.update(block.key for block in event.blocks)
+            elif event.kind is EventKind.REMOVED:
+                self.believed.difference_update(event.keys)
+        if self.events:
+            assert self.believed == {key for node in self.manager.tree.nodes() for key in node.digests}
+
+    @invariant()
     def retained_turns_are_found(self) -> None:
         ledger = self.manager.ledger
         if ledger is None:
@@ -277,14 +290,14 @@ KINDS: dict[str, dict[str, object]] = {
     "full, pressure": {},
     "full, room": {"pages": 3000, "eviction_possible": False},
     "full, turn_aware": {"pages": 16, "eviction": EvictionPolicyName.TURN_AWARE},
-    "full, per_request": {"policy": ReusePolicy.PER_REQUEST, "pages": 16},
+    "full, per_request": {"events": 1000, "policy": ReusePolicy.PER_REQUEST, "pages": 16},
     "full, all_reusable": {"policy": ReusePolicy.ALL_REUSABLE, "pages": 16},
     "window, pressure": {"windows": (8,)},
     "window, room": {"windows": (8,), "pages": 3000, "eviction_possible": False},
     "two windows, all_reusable": {"windows": (4, 9), "policy": ReusePolicy.ALL_REUSABLE},
     "recurrent, pressure": {"recurrent": 1, "turns": 3},
     "recurrent, room": {"recurrent": 1, "pages": 3000, "eviction_possible": False, "turns": 3},
-    "window and recurrent": {"windows": (6,), "recurrent": 2, "pages": 20},
+    "window and recurrent": {"events": 1000, "windows": (6,), "recurrent": 2, "pages": 20},
 }
 # eleven machines x examples x steps: above 20,000 steps in the normal suite; raise it by hand for a long run
 EXAMPLES = int(os.environ.get("KVFERRY_MACHINE_EXAMPLES", "40"))

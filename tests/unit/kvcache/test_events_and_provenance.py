@@ -1,0 +1,105 @@
+"""Events with chained keys, and where blocks came from."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+from kvcache import ReuseScope
+from kvcache.events import EventKind
+from kvcache.provenance import BlockOrigin
+
+
+def replayed(events) -> set[bytes]:
+    """What a consumer believes is cached."""
+    known: set[bytes] = set()
+    for event in events:
+        if event.kind is EventKind.STORED:
+            known.update(block.key for block in event.blocks)
+        elif event.kind is EventKind.REMOVED:
+            known.difference_update(event.keys)
+    return known
+
+
+def keys_in_tree(b) -> set[bytes]:
+    return {key for node in b.manager.tree.nodes() for key in node.digests}
+
+
+def test_no_events_unless_asked(bench):
+    b = bench()
+    b.turn(range(12))
+    assert b.manager.poll_events() == []
+    assert not any(node.digests for node in b.manager.tree.nodes())
+
+
+def test_stored_blocks_have_chained_keys(bench):
+    b = bench(event_buffer_max_size=100, policy="per_request")
+    scope = ReuseScope(cache_salt="x")
+    b.turn(range(10), scope=scope)
+    b.turn([*range(8), *range(50, 56)], scope=scope)
+    created, first, second = b.manager.poll_events()
+    assert (created.kind, created.pages) == (EventKind.CREATED, (64,))
+    assert [event.event_id for event in (created, first, second)] == [0, 1, 2]
+    key = scope.digest()
+    for block in first.blocks:
+        key = hashlib.sha256(key + np.array(block.token_ids, dtype="<i4").tobytes()).digest()
+        assert block.key == key
+    assert [block.token_ids for block in first.blocks] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert (first.parent_key, first.scope) == (None, scope.digest())
+    assert second.parent_key == first.blocks[-1].key
+    assert [block.token_ids for block in second.blocks] == [(50, 51, 52, 53)]
+    assert b.manager.poll_events() == []
+
+
+def test_a_consumer_that_follows_the_events_knows_what_is_cached(bench):
+    b = bench(event_buffer_max_size=10_000, pages=12, turns=1)
+    for k in range(12):
+        b.turn([*range(k % 3 * 4), *range(k * 10, k * 10 + 14)], f"c{k % 4}", range(900, 905))
+    events = b.manager.poll_events()
+    assert any(event.kind is EventKind.REMOVED for event in events)
+    assert replayed(events) == keys_in_tree(b)
+
+
+def test_overflow_is_counted_and_shows_as_a_gap(bench):
+    b = bench(event_buffer_max_size=2)
+    for k in range(5):
+        b.turn(range(k * 10, k * 10 + 8))
+    events = b.manager.poll_events(1)
+    assert (len(events), events[0].event_id, b.manager.events.lost) == (1, 4, 4)
+
+
+def test_provenance(bench):
+    b = bench(turns=3)
+    b.manager.worker_id = "ctx-0"
+    b.turn(range(8), "c")
+    cache = b.start([*range(8), *range(20, 33)], "c")
+    cache.resize(21)
+    for first, last, origin, worker in ((8, 12, BlockOrigin.PULLED, "ctx-1"), (12, 16, BlockOrigin.COMPUTED, None)):
+        tokens = cache._tokens[first:last]
+        b.model.compute(cache, tokens)
+        cache.append_computed(tokens, origin=origin, worker=worker)
+    b.compute(cache, cache._tokens[16:21], end=True)
+    answer = np.arange(60, 67, dtype=np.int32)
+    cache.resize(28)
+    b.model.compute(cache, answer)
+    cache.append_computed(answer, origin=BlockOrigin.GEN_TO_CTX, worker="gen-0")
+    cache.end_turn()
+    cache.close()
+    found = b.manager.provenance(np.array([*range(8), *range(20, 33), *answer, 1], dtype=np.int32))
+    assert [(p.first, p.last, p.provenance.origin.value, p.provenance.worker, p.provenance.turn) for p in found] == [
+        (0, 2, "computed", "ctx-0", 1),
+        (2, 3, "pulled", "ctx-1", 2),
+        (3, 5, "computed", "ctx-0", 2),
+        (5, 7, "gen_to_ctx", "gen-0", 2),
+    ]
+
+
+def test_provenance_survives_a_split(bench):
+    b = bench(policy="per_request")
+    b.turn(range(16))
+    b.turn([*range(8), *range(50, 58)])
+    for prompt, requests in ((range(16), ["r1"] * 1), ([*range(8), *range(50, 58)], ["r1", "r2"])):
+        found = b.manager.provenance(np.array([*prompt, 1], dtype=np.int32))
+        assert [p.provenance.request_id for p in found if p.last > p.first][-1] == requests[-1]
+        assert (found[0].first, found[-1].last) == (0, 4)
