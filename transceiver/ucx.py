@@ -190,7 +190,10 @@ class UcxTransport:
 
     def open(self, handler: TransportHandler) -> None:
         self.handler = handler
-        os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")  # read once by the library; ucxx sets unused ones
+        # Read once, when the libraries are loaded: ucxx sets variables that UCX does not know, and prints every lost
+        # peer to stdout. A loss is an outcome here and is logged by us.
+        os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
+        os.environ.setdefault("UCXX_LOG_LEVEL", "FATAL")
         try:
             import ucxx._lib.libucxx as api
         except (ImportError, OSError) as error:

@@ -1,0 +1,90 @@
+"""Two network namespaces with distinct addresses exchange blocks over TCP; a cable that is cut is an error."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("ucxx", reason="needs ucxx")
+pytestmark = [
+    pytest.mark.ucx,
+    pytest.mark.timeout(180),
+    pytest.mark.skipif(os.geteuid() != 0, reason="setting up network namespaces needs root"),
+    pytest.mark.skipif(shutil.which("ip") is None, reason="needs the ip command"),
+]
+MODULE = "tests.integration.transceiver.namespace_peer"
+HOSTS = ("10.213.77.1", "10.213.77.2")
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(("ip", *arguments), check=True, capture_output=True, timeout=20)
+
+
+@pytest.fixture
+def namespaces() -> Iterator[tuple[str, str]]:
+    names = tuple(f"kvf{os.getpid() % 10000}{side}" for side in "ab")
+    try:
+        for name in names:
+            ip("netns", "add", name)
+    except (subprocess.CalledProcessError, OSError) as error:
+        pytest.skip(f"this machine does not allow network namespaces: {error}")
+    try:
+        try:
+            ip("link", "add", names[0], "netns", names[0], "type", "veth", "peer", "name", names[1], "netns", names[1])
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"no veth pair: {error.stderr.decode(errors='replace').strip()}")
+        for name, host in zip(names, HOSTS, strict=True):
+            ip("-n", name, "addr", "add", f"{host}/24", "dev", name)
+            ip("-n", name, "link", "set", name, "mtu", "9000", "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        yield names[0], names[1]
+    finally:
+        for name in names:
+            subprocess.run(("ip", "netns", "del", name), capture_output=True, timeout=20, check=False)
+
+
+def start(namespace: str, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        ("ip", "netns", "exec", namespace, sys.executable, "-m", MODULE, *arguments),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": os.getcwd()},
+    )  # fmt: skip
+
+
+def test_blocks_cross_between_two_hosts(namespaces: tuple[str, str]) -> None:
+    holder = start(namespaces[0], "holder", HOSTS[0])
+    try:
+        assert holder.stdout is not None
+        ticket = holder.stdout.readline()
+        assert json.loads(ticket)["address"].startswith(f"ucx://{HOSTS[0]}:")
+        receiver = start(namespaces[1], "receiver", HOSTS[1], ticket)
+        answer, errors = receiver.communicate(timeout=60)
+        mine = json.loads(answer) if answer else {"reason": errors}
+        theirs = json.loads(holder.stdout.readline())
+        assert (mine.get("status"), mine.get("transport")) == ("done", "ucx/tcp"), mine
+        assert theirs["status"] == "done"
+        assert mine["digest"] == theirs["digest"]
+        holder.communicate(timeout=30)
+    finally:
+        if holder.poll() is None:
+            holder.kill()
+            holder.communicate()
+
+
+def test_a_cut_cable_ends_the_transfer_by_its_deadline(namespaces: tuple[str, str]) -> None:
+    holder = start(namespaces[0], "holder", HOSTS[0])
+    try:
+        assert holder.stdout is not None
+        ticket = holder.stdout.readline()
+        ip("-n", namespaces[0], "link", "set", namespaces[0], "down")
+        receiver = start(namespaces[1], "receiver", HOSTS[1], ticket)
+        answer, errors = receiver.communicate(timeout=60)
+        assert json.loads(answer)["status"] in ("failed", "timed_out"), (answer, errors)
+    finally:
+        holder.kill()
+        holder.communicate()
