@@ -32,7 +32,8 @@ def descendants() -> list[int]:
             after_name = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
             if after_name[0] != "Z":
                 parents[int(entry)] = int(after_name[1])
-    found, frontier = [], {os.getpid()}
+    found: list[int] = []
+    frontier = {os.getpid()}
     while frontier:
         frontier = {pid for pid, parent in parents.items() if parent in frontier}
         found.extend(frontier)

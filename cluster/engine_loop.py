@@ -82,9 +82,10 @@ class EngineLoop:
         self.wake()
         if self._thread.is_alive():
             self._thread.join(timeout_s)
-        with self.lock:
-            for sequence in self.scheduler.sequences():
-                sequence.close_cache()
+        if self.fatal is None and self.manager.poison_reason is None:
+            with self.lock:
+                for sequence in self.scheduler.sequences():
+                    sequence.close_cache()
 
     def _run(self) -> None:
         try:

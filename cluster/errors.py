@@ -9,6 +9,7 @@ ClusterError
 ├── WorkerLostError        502  a worker died and the retries are used up
 ├── TransferFailedError    502  KV could not be moved and the retries are used up
 ├── EngineFailedError      500  a worker failed while it computed this request
+│   └── EngineBrokenError       its engine cannot be trusted any more: the worker is replaced
 └── StartupError           ---  the cluster cannot be started (command line: exit 1)
 """
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 __all__ = [
     "ClusterError",
+    "EngineBrokenError",
     "EngineFailedError",
     "InvalidRequestError",
     "ModelNotFoundError",
@@ -106,6 +108,12 @@ class EngineFailedError(ClusterError):
     """A worker failed while it computed the request."""
 
     code = "engine_failed"
+
+
+class EngineBrokenError(EngineFailedError):
+    """A worker's engine or cache cannot be trusted any more; whoever supervises it replaces it."""
+
+    code = "engine_broken"
 
 
 class StartupError(ClusterError):

@@ -94,6 +94,7 @@ class WorkerHandle:
         self.lost = asyncio.Event()
         self._streams: dict[str, asyncio.Queue[OutputDelta | WorkerLostError]] = {}
         self._tasks: list[asyncio.Task[None]] = []
+        self._replacing = False
 
     async def start(self) -> WorkerInfo:
         """Start (or start again) the worker and the tasks that watch it and collect its outputs."""
@@ -173,6 +174,18 @@ class WorkerHandle:
         except WorkerLostError as error:
             self.mark_lost(error.message)
             raise WorkerLostError(f"{self.worker_id} was lost during {method}: {error.message}") from error
+        except Exception:
+            self._tasks.append(asyncio.create_task(self._examine()))
+            raise
+
+    async def _examine(self) -> None:
+        """After a failed call: is the worker itself still sound?"""
+        try:
+            await self.channel.call("ping")
+        except WorkerLostError as error:
+            self.mark_lost(error.message)
+        except EngineFailedError as error:
+            await self._replace(error.message)
 
     # --- outputs ---
 
@@ -219,8 +232,14 @@ class WorkerHandle:
 
     async def _replace(self, reason: str) -> None:
         """The engine inside is broken for good: end the process, its supervisor starts another one."""
-        await self.channel.kill()
-        self.mark_lost(reason)
+        if self._replacing or self.state is WorkerState.LOST:
+            return
+        self._replacing = True
+        try:
+            await self.channel.kill()
+        finally:
+            self._replacing = False
+            self.mark_lost(reason)
 
     def _stop_tasks(self) -> None:
         current = asyncio.current_task()

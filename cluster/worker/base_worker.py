@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from cluster.engine import load_runner, make_storage
 from cluster.engine_loop import EngineLoop
-from cluster.errors import EngineFailedError, NotReadyError, StartupError
+from cluster.errors import EngineBrokenError, NotReadyError, StartupError
 from cluster.request import EngineRequest, FinishReason
 from cluster.scheduler import Scheduler, SequenceEvent
 from cluster.sequence import Sequence
@@ -94,7 +94,11 @@ class BaseWorker:
                 host=own_address(spec.reachable_from),
                 faults=self._faults,
             )
-            self.transceiver.start()
+            try:
+                self.transceiver.start()
+            except BaseException:
+                self.storage.close()
+                raise
         return WorkerInfo(
             worker_id=spec.worker_id,
             role=spec.role,
@@ -110,23 +114,27 @@ class BaseWorker:
         )
 
     async def close(self) -> None:
-        """Stop the engine, end every grant, release memory and ports. Idempotent."""
+        """Stop the engine, end every grant, release memory and ports. Idempotent. Every step is tried."""
         if self._info is None:
             return
         self._info = None
-        await asyncio.to_thread(self.engine.close)
-        for publication in list(self._publications.values()):
-            publication.cancel()
-        if self.transceiver is not None:
-            await asyncio.to_thread(self.transceiver.close)
-        for task in list(self._tasks):
-            with contextlib.suppress(asyncio.CancelledError, TimeoutError):
-                await asyncio.wait_for(task, 10)
-        with self.engine.lock:
-            self.storage.close()
+        async with contextlib.AsyncExitStack() as steps:  # last pushed runs first
+            steps.callback(self.storage.close)
+            steps.push_async_callback(self._join_tasks)
+            if self.transceiver is not None:
+                steps.push_async_callback(asyncio.to_thread, self.transceiver.close)
+            for publication in list(self._publications.values()):
+                steps.callback(publication.cancel)
+            steps.push_async_callback(asyncio.to_thread, self.engine.close)
+
+    async def _join_tasks(self) -> None:
+        if self._tasks:
+            _, late = await asyncio.wait(set(self._tasks), timeout=10)
+            for task in late:
+                task.cancel()
 
     async def ping(self) -> str:
-        """The incarnation, as a sign of life. Raises EngineFailedError when the engine has stopped for good."""
+        """The incarnation, as a sign of life. Raises EngineBrokenError when the worker must be replaced."""
         self._check_engine()
         return self.incarnation
 
@@ -252,8 +260,10 @@ class BaseWorker:
         raise NotImplementedError
 
     def _check_engine(self) -> None:
-        if self.engine.fatal is not None:
-            raise EngineFailedError(f"{self.spec.worker_id} stopped: {self.engine.fatal}")
+        """Raises EngineBrokenError when nothing that this worker holds can be trusted any more."""
+        reason = self.engine.fatal or self.manager.poison_reason
+        if reason is not None:
+            raise EngineBrokenError(f"{self.spec.worker_id} must be replaced: {reason}")
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(coroutine)
