@@ -13,6 +13,7 @@ from cluster.cli.doctor_command import doctor
 from cluster.cli.schema_command import schema
 from cluster.cli.serve_command import serve
 from cluster.cli.slurm_command import slurm_app
+from cluster.cli.transceiver_test_command import transceiver_test
 
 __all__ = ["app"]
 
@@ -44,4 +45,5 @@ def _root(
 
 for _command in (serve, chat, demo, check, schema, doctor):
     app.command()(_command)
+app.command(name="transceiver-test")(transceiver_test)
 app.add_typer(slurm_app)

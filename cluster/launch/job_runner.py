@@ -170,7 +170,7 @@ class JobRunner:
         self, step: str, argv: Sequence[str], ray_address: str, env: Mapping[str, str] | None = None
     ) -> RemoteProcess:
         self._say(f"{step}: {' '.join(argv)}")
-        told = {"PYTHONUNBUFFERED": "1", **self._slurm.env, **(env or {})}
+        told = {"PYTHONUNBUFFERED": "1", "KVFERRY_JOB_FOLDER": str(self._job.path), **self._slurm.env, **(env or {})}
         if ray_address:
             told |= {"RAY_ADDRESS": ray_address, **ray_access(self._job)}
         if argv[0] == "python":
