@@ -121,24 +121,36 @@ def publish(sequence: SequenceCache, end: int, *, last: bool = False) -> None:
         )
         tree.move_lock(sequence.lock, node, offset)
         sequence.num_committed_tokens = end
-        _hand_over(sequence, first, end // block)
+        _hand_over(sequence, node, offset, first, end // block)
         _snapshot(sequence, node, end, last)
         tree.touch(node, sequence.owner)
         if sequence.conversation is None:
             _claim(sequence, node, offset)
 
 
-def _hand_over(sequence: SequenceCache, first: int, last: int) -> None:
-    """Whole blocks that the tree took are protected by the lock from now on, not page by page."""
+def _hand_over(sequence: SequenceCache, node: RadixNode, offset: int, first: int, last: int) -> None:
+    """Whole blocks that the tree took are protected by the lock from now on, not page by page.
+
+    A block that the tree had already, from another request, is rebased: the sequence goes on with the tree's page and
+    gives its own one back. It would hold both otherwise, and could wait for ever for a page that it has itself.
+    """
     shape, pools = sequence._shape, sequence._manager.pools
     if not shape.full_rows or last <= first:
         return
     reference = shape.full_rows[0]
-    taken = sequence.owned[first:last] & pools[shape.attention[reference]].in_tree[sequence.rows[reference, first:last]]
+    owned = sequence.owned[first:last]
+    taken = owned & pools[shape.attention[reference]].in_tree[sequence.rows[reference, first:last]]
     for row in shape.full_rows:
         pages = sequence.rows[row, first:last]
         pools[shape.attention[row]].refs[pages[taken]] -= 1
-    sequence.owned[first:last] &= ~taken
+    twice = owned & ~taken
+    if twice.any():
+        shared = sequence._tree.rows(node, offset)[:, first:last]
+        for row in shape.full_rows:
+            pages = sequence.rows[row, first:last]
+            pools[shape.attention[row]].release(pages[twice])
+            pages[twice] = shared[row][twice]
+    owned[:] = False
 
 
 def _snapshot(sequence: SequenceCache, node: RadixNode, end: int, last: bool) -> None:
