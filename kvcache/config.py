@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -130,10 +131,27 @@ class KvCacheConfig(BaseModel):
         default=EvictionPolicyName.LRU,
         description="lru, or turn_aware: conversations least likely to come back soon first, learned while serving",
     )
+    host_cache_size: int = Field(default=0, ge=0, description="Bytes of host memory for blocks that left the device")
+    disk_cache_size: int = Field(default=0, ge=0, description="Bytes of disk for blocks that left host memory")
+    disk_cache_path: str | None = Field(
+        default=None, description="Existing folder for the disk tier (needed with disk_cache_size)"
+    )
+    max_util_for_resume: float = Field(
+        default=0.95, gt=0, le=1, description="A suspended sequence resumes only below this share of used pages"
+    )
     event_buffer_max_size: int = Field(
         default=0, ge=0, description="Block events kept until they are polled; 0: no events are made"
     )
     max_peer_pins: int = Field(default=4096, ge=1, description="Most page pins that peers may hold at a time")
+
+    @model_validator(mode="after")
+    def _disk_needs_a_folder(self) -> KvCacheConfig:
+        if self.disk_cache_size and (self.disk_cache_path is None or not Path(self.disk_cache_path).is_dir()):
+            raise ValueError(
+                f"disk_cache_size={self.disk_cache_size} needs disk_cache_path to be an existing folder, "
+                f"not {self.disk_cache_path!r}"
+            )
+        return self
 
     @model_validator(mode="before")
     @classmethod

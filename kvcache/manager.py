@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +31,7 @@ from kvcache.events import EventKind, EventLog, KvEvent
 from kvcache.eviction import EvictionOrder, LruOrder, TurnAwareOrder
 from kvcache.integrity import find_fault
 from kvcache.layout import KvLayout
+from kvcache.onboarding import onboard, tier_keys
 from kvcache.page_pin import PagePin
 from kvcache.provenance import BlockProvenance
 from kvcache.radix_match import Match, TreeShape
@@ -39,6 +41,7 @@ from kvcache.reuse_scope import ReuseScope
 from kvcache.sequence_cache import SequenceCache
 from kvcache.stats import CacheCounters, CacheStats, PoolStats
 from kvcache.storage.page_storage import PageStorage
+from kvcache.tiers import DiskTier, HostTier, LowerTiers
 
 __all__ = ["KvCacheManager"]
 
@@ -80,6 +83,7 @@ class KvCacheManager:
             self.events = self.tree.events = EventLog(config.event_buffer_max_size)
             self.tree.keep_keys = True
             self.events.add(EventKind.CREATED, pages=tuple(pool.num_pages for pool in self.pools))
+        self.tiers = self._make_tiers(clock)
         self.counters = CacheCounters()
         self.poison_reason: str | None = None
         self.ledger: ConversationManager | None = None
@@ -97,10 +101,30 @@ class KvCacheManager:
     # requests
 
     def probe_reuse(self, tokens: Tokens, scope: ReuseScope = _NO_SCOPE) -> int:
-        """How many leading tokens `create` would reuse now. No side effects."""
+        """How many leading tokens `create` would reuse now (an estimate for blocks in lower tiers). No side effects."""
         self._require_sound()
-        match = self._match(self.checked_tokens(tokens), self._digest(scope))
-        return 0 if match is None else match.num_tokens
+        checked, digest = self.checked_tokens(tokens), self._digest(scope)
+        match = self._match(checked, digest)
+        found = 0 if match is None else match.num_tokens
+        if self.tiers is not None and len(self.tiers) and len(checked) > 1 and self.tree.shape.plain:
+            end, keys = tier_keys(self, self.tiers, checked[:-1], digest)
+            room = self.pools[0].free_pages + self.tree.evictable_pages(0) - end // self.layout.tokens_per_block
+            found = max(found, end + max(0, min(len(keys), room)) * self.layout.tokens_per_block)
+        return found
+
+    def prefetch(self, tokens: Tokens, scope: ReuseScope = _NO_SCOPE) -> int:
+        """Lift blocks of a queued prompt from disk into host memory. Returns how many. Reads files."""
+        with self.guard():
+            checked, digest = self.checked_tokens(tokens), self._digest(scope)
+            if self.tiers is None or len(checked) < 2:
+                return 0
+            _, keys = tier_keys(self, self.tiers, checked[:-1], digest)
+            return self.tiers.lift(keys, digest)
+
+    def close(self) -> None:
+        """Remove the files of the disk tier. Sequences must be closed."""
+        if self.tiers is not None:
+            self.tiers.clear()
 
     def provenance(self, tokens: Tokens, scope: ReuseScope = _NO_SCOPE) -> list[BlockProvenance]:
         """Where the cached blocks of the longest reusable prefix of ``tokens[:-1]`` came from. No side effects."""
@@ -132,6 +156,8 @@ class KvCacheManager:
                 if conversation_id:
                     conversation = self.ledger.prepare(conversation_id, request_id)
             digest = self._digest(scope)
+            if self.tiers is not None and len(self.tiers) and len(checked) > 1:
+                onboard(self, self.tiers, checked[:-1], digest)
             match = self._match(checked, digest)
             sequence = SequenceCache(self, request_id, checked, digest, match, conversation, conversation_id)
             self._sequences[id(sequence)] = sequence
@@ -154,6 +180,8 @@ class KvCacheManager:
         with self.guard():
             if self.ledger is not None:
                 self.ledger.clear()
+            if self.tiers is not None:
+                self.tiers.clear()
             for sequence in self._sequences.values():
                 sequence.own_everything()
             while True:
@@ -211,6 +239,11 @@ class KvCacheManager:
             superseded_blocks=self.tree.superseded_blocks,
             tracked_conversations=0 if ledger is None else len(ledger),
             retained_turns=0 if ledger is None else ledger.retained_turns,
+            host_blocks=0 if self.tiers is None else len(self.tiers.host),
+            disk_blocks=0 if self.tiers is None or self.tiers.disk is None else len(self.tiers.disk),
+            offloaded_blocks=0 if self.tiers is None else self.tiers.offloaded,
+            onboarded_blocks=0 if self.tiers is None else self.tiers.onboarded,
+            corrupt_blocks=0 if self.tiers is None else self.tiers.corrupt,
             peer_pins=len(self._pins),
             pinned_pages=sum(pin.num_pages for pin in self._pins),
             poison_reason=self.poison_reason,
@@ -338,6 +371,19 @@ class KvCacheManager:
             yield sequence.source_pages(group)
         for pin in self._pins:
             yield pin.pages[group]
+
+    def _make_tiers(self, clock: Callable[[], float]) -> LowerTiers | None:
+        config = self.config
+        if not config.enable_block_reuse or not (config.host_cache_size or config.disk_cache_size):
+            return None
+        self.storage.page(0)  # lower tiers copy through host memory: a storage that cannot says so here
+        disk = None
+        if config.disk_cache_size and config.disk_cache_path is not None:
+            disk = DiskTier(Path(config.disk_cache_path), config.disk_cache_size, clock)
+        host = HostTier(config.host_cache_size)
+        self.tree.tiers = LowerTiers(self.tree.shape, self.storage, self.pools, host, disk, self.events)
+        self.tree.keep_keys = True
+        return self.tree.tiers
 
     def _digest(self, scope: ReuseScope) -> bytes:
         digest = self._scopes.get(scope)

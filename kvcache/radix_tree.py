@@ -18,8 +18,11 @@ from kvcache.eviction.eviction_order import EvictionOrder
 from kvcache.provenance import BlockProvenance, Provenance
 from kvcache.radix_match import Match, TreeShape, path_rows, walk
 from kvcache.radix_node import Anchor, RadixNode, Rows, Tokens, common_prefix
+from kvcache.tiers import LowerTiers
 
 __all__ = ["RadixTree"]
+
+_NONE: frozenset[bytes] = frozenset()
 
 Origins: TypeAlias = Sequence[tuple[int, Provenance]]
 
@@ -43,6 +46,7 @@ class RadixTree:
         self.locks: set[Anchor] = set()
         self.events: EventLog | None = None
         self.keep_keys = False
+        self.tiers: LowerTiers | None = None
 
     # reading
 
@@ -95,7 +99,7 @@ class RadixTree:
         anchor.node.locks.remove(anchor)
         self.locks.remove(anchor)
         self.order.offer(anchor.node)
-        self._forget_empty_root(anchor.node)
+        self.forget_empty_root(anchor.node)
 
     def touch(self, node: RadixNode, owner: str) -> None:
         """Everything from `node` up was used just now by `owner`."""
@@ -237,6 +241,12 @@ class RadixTree:
                 blocks=blocks,
             )
 
+    def position(self, scope: bytes, tokens: Tokens) -> tuple[RadixNode, int]:
+        """The last block boundary at which the tree agrees with `tokens`, whatever windows and states are there."""
+        plain = TreeShape(self.shape.block, self.shape.attention, (), tuple(range(len(self.shape.attention))), ())
+        found = walk(self.root(scope), tokens, plain, self.pools, False)
+        return found.node, found.offset
+
     def key_before(self, node: RadixNode, block_index: int) -> bytes:
         """Chained key of the block before block `block_index` of a run (the scope's digest at the very start)."""
         if block_index:
@@ -343,7 +353,9 @@ class RadixTree:
             self.evicted_blocks += take
             self.order.evicted(take)
             self.evicted_superseded += take if node.superseded else 0
-            self.truncate(node, node.num_blocks(self.shape.block) - take)
+            first = node.num_blocks(self.shape.block) - take
+            kept = frozenset(self.tiers.offload(node, first, self.scope_of(node))) if self.tiers is not None else _NONE
+            self.truncate(node, first, kept)
             freed += self.pools[group].free_pages - before
             if node.alive:
                 self.order.offer(node)
@@ -457,8 +469,10 @@ class RadixTree:
                 return
             node = parent
 
-    def truncate(self, node: RadixNode, blocks: int) -> None:
-        """Keep the first `blocks` blocks of a leaf run; remove it when none is left."""
+    def truncate(self, node: RadixNode, blocks: int, kept: frozenset[bytes] = _NONE) -> None:
+        """Keep the first `blocks` blocks of a leaf run; remove it when none is left. `kept`: keys that live on in a
+        lower tier.
+        """
         block, had = self.shape.block, node.num_blocks(self.shape.block)
         if blocks >= had:
             return
@@ -474,6 +488,7 @@ class RadixTree:
             self.pools[group].leave_tree(pages)
         length = blocks * block
         gone = node.cut_digests(blocks)
+        gone = [key for key in gone if key not in kept]
         if gone and self.events is not None:
             self.events.add(EventKind.REMOVED, keys=tuple(gone))
         for at in [at for at in node.states if at[1] > node.start + length]:
@@ -496,9 +511,10 @@ class RadixTree:
         if claimed_anonymously:
             parent.anonymous = parent.length
         self.order.offer(parent)
-        self._forget_empty_root(parent)
+        self.forget_empty_root(parent)
 
-    def _forget_empty_root(self, node: RadixNode) -> None:
+    def forget_empty_root(self, node: RadixNode) -> None:
+        """Let a root go that has nothing below it and nobody on it."""
         unused = node.parent is None and not node.children and not node.locks and not node.endpoints
         if unused and self.roots.get(node.scope) is node:
             del self.roots[node.scope]
@@ -519,7 +535,7 @@ class RadixTree:
         """A turn is retained no more: what lies on no other turn's path becomes superseded."""
         node, block = anchor.node, self.shape.block
         node.endpoints.remove(anchor)
-        self._forget_empty_root(node)
+        self.forget_empty_root(node)
         while node.parent is not None and node.alive and not node.superseded:
             if any(not child.superseded for child in node.children.values()):
                 return

@@ -58,6 +58,11 @@ class CacheStats:
     superseded_blocks: int
     tracked_conversations: int
     retained_turns: int
+    host_blocks: int
+    disk_blocks: int
+    offloaded_blocks: int
+    onboarded_blocks: int
+    corrupt_blocks: int
     peer_pins: int
     pinned_pages: int
     poison_reason: str | None

@@ -1,7 +1,7 @@
 """Conversations least likely to come back soon go first, decided per conversation and learned while serving.
 
 The likelihood comes from the stop reason of the last turn, the conversation's past gaps and the idle time
-(`return_hazard`); "soon" is the measured time in which the whole cache is turned over. While the requests carry no
+(`return_hazard`); "soon" is an eighth of the measured time in which the whole cache is turned over. While the requests carry no
 stop reason there is nothing to learn from, and the order is plain LRU.
 """
 
@@ -20,6 +20,7 @@ __all__ = ["TurnAwareOrder"]
 
 _FIRST_HORIZON_S = 60.0
 _LEAST_HORIZON_S, _MOST_HORIZON_S = 20.0, 1200.0
+_TURNOVER_SHARE = 1 / 8
 _SMOOTHING = 0.5
 _FORGET_AFTER_S = 7200.0
 
@@ -108,7 +109,7 @@ class TurnAwareOrder:
         self._evicted += blocks
         if self._evicted >= self._pool_blocks // 4 and now > self._mark:
             turnover = (now - self._mark) * self._pool_blocks / self._evicted
-            smoothed = self.horizon_s + 0.3 * (turnover - self.horizon_s)
+            smoothed = self.horizon_s + 0.3 * (turnover * _TURNOVER_SHARE - self.horizon_s)
             self.horizon_s = min(_MOST_HORIZON_S, max(_LEAST_HORIZON_S, smoothed))
             self._mark, self._evicted = now, 0
 
