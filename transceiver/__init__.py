@@ -15,6 +15,9 @@ from transceiver.errors import (
     TransportUnavailableError,
     WireFormatError,
 )
+from transceiver.folded_pull import FoldedPull
+from transceiver.mapping import Source, sources_of
+from transceiver.parallel_layout import Interval, ParallelLayout, RankShare
 from transceiver.publication import Publication
 from transceiver.receiver import Pull
 from transceiver.stats import LinkStats, TransceiverStats
@@ -26,12 +29,17 @@ __all__ = [
     "BackflowMode",
     "CacheTransceiver",
     "CacheTransceiverConfig",
+    "FoldedPull",
     "GrantTicket",
     "HandshakeRefusedError",
+    "Interval",
     "LinkClosedError",
     "LinkStats",
+    "ParallelLayout",
     "Publication",
     "Pull",
+    "RankShare",
+    "Source",
     "TransceiverBackend",
     "TransceiverClosedError",
     "TransceiverError",
@@ -42,4 +50,5 @@ __all__ = [
     "TransferStatus",
     "TransportUnavailableError",
     "WireFormatError",
+    "sources_of",
 ]

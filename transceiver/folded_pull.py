@@ -6,9 +6,11 @@ that fails ends the others, so that no holder waits for a transfer that cannot s
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 from transceiver.receiver import Pull
 from transceiver.transfer_types import TransferOutcome, TransferStatus
@@ -60,6 +62,10 @@ class FoldedPull:
         """Cancel every part. True when nothing touches the pages any more."""
         answers = [pull.cancel() for pull in self._pulls]  # every one must be asked
         return all(answers)
+
+    def __await__(self) -> Generator[Any, None, TransferOutcome]:
+        """``outcome = await folded``."""
+        return asyncio.wrap_future(self.future).__await__()
 
     def _ended(self, future: Future[TransferOutcome]) -> None:
         outcome = future.result()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,6 +53,10 @@ class Publication:
     def state(self) -> TransferState:
         """Where this transfer stands (a snapshot)."""
         return self.machine.state
+
+    def __await__(self) -> Generator[Any, None, TransferOutcome]:
+        """``outcome = await publication``; cancelling the waiting task does not cancel the grant."""
+        return asyncio.wrap_future(self.future).__await__()
 
     def cancel(self) -> bool:
         """Ask to end this grant; any thread. True when it is over now, False when a peer may still be reading.

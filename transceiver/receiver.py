@@ -6,12 +6,13 @@ then the pages are in quarantine. A block that fails a check is named in the out
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -109,6 +110,10 @@ class Pull:
         if not self.settled.done():
             self._ctx.post(lambda: self.fail(TransferStatus.CANCELLED, "cancelled by the receiver"))
         return self.settled.done()
+
+    def __await__(self) -> Generator[Any, None, TransferOutcome]:
+        """``outcome = await pull``; cancelling the waiting task does not cancel the transfer."""
+        return asyncio.wrap_future(self.future).__await__()
 
     # --- loop ---------------------------------------------------------------------------------------------------
 

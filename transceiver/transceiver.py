@@ -170,6 +170,16 @@ class CacheTransceiver:
         self._ctx.post(lambda: self._begin(pull))
         return pull
 
+    def fetch(
+        self, ticket: GrantTicket, tables: tuple[BlockTable, ...], *, conversation_id: str | None, scope: bytes,
+        timeout_s: float,
+    ) -> TransferOutcome:  # fmt: skip
+        """`pull`, and wait: blocks until the transfer has ended and its pages are the caller's again."""
+        pull = self.pull(ticket, tables, conversation_id=conversation_id, scope=scope, timeout_s=timeout_s)
+        outcome = pull.future.result()  # the transfer's own deadline ends it
+        pull.settled.result()
+        return outcome
+
     def prepare(self, tables: tuple[BlockTable, ...]) -> None:
         """Hash committed blocks now, in the background, so that a later hand-off finds their digests. Never blocks."""
         if not self._ctx.config.verify or self._stop.is_set():

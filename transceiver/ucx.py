@@ -43,8 +43,6 @@ _BASE_OPTIONS = {
     "KEEPALIVE_INTERVAL": "1s",
     "TCP_TX_SEG_SIZE": "256K",
     "TCP_RX_SEG_SIZE": "1M",
-    "TCP_SNDBUF": "4M",
-    "TCP_RCVBUF": "4M",
 }
 
 

@@ -6,10 +6,12 @@ from typing import Annotated
 
 import typer
 
+from cluster.cli.bench_command import bench_app
 from cluster.cli.chat_command import chat
 from cluster.cli.check_command import check
 from cluster.cli.demo_command import demo
 from cluster.cli.doctor_command import doctor
+from cluster.cli.ray_command import ray_app
 from cluster.cli.schema_command import schema
 from cluster.cli.serve_command import serve
 from cluster.cli.slurm_command import slurm_app
@@ -47,3 +49,5 @@ for _command in (serve, chat, demo, check, schema, doctor):
     app.command()(_command)
 app.command(name="transceiver-test")(transceiver_test)
 app.add_typer(slurm_app)
+app.add_typer(ray_app)
+app.add_typer(bench_app)

@@ -1,0 +1,54 @@
+"""Result rows of the transfer benchmark: values, JSON, and a table for the terminal."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+__all__ = ["BenchRow", "render_rows", "write_rows"]
+
+
+@dataclass(frozen=True, slots=True)
+class BenchRow:
+    """One case. Ratios compare medians of rounds that were interleaved in one run; None: not compared.
+
+    r                throughput over a copy of the same shape inside one process
+    milliseconds     for cases that measure a time
+    goal, met        the aimed-at value of the case's own measure, and whether it was reached
+    """
+
+    case: str
+    transport: str
+    r: float | None = None
+    vs_ucx_perftest: float | None = None
+    vs_nixl: float | None = None
+    vs_ray: float | None = None
+    gbytes_per_s: float | None = None
+    rounds: int = 0
+    milliseconds: float | None = None
+    goal: str = ""
+    met: bool | None = None
+
+
+def write_rows(rows: list[BenchRow], path: Path) -> None:
+    """Write ``{"rows": [...]}``. Raises OSError."""
+    path.write_text(json.dumps({"rows": [asdict(row) for row in rows]}, indent=2) + "\n", encoding="utf-8")
+
+
+def render_rows(rows: list[BenchRow]) -> str:
+    """A table, one line a row."""
+
+    def number(value: float | None, digits: int = 2) -> str:
+        return "-" if value is None else f"{value:.{digits}f}"
+
+    head = f"{'case':34} {'transport':10} {'r':>5} {'/perf':>6} {'/nixl':>6} {'/ray':>6} {'GB/s':>6} {'ms':>8} n   goal"
+    lines = [head]
+    for row in rows:
+        verdict = {True: "met", False: "missed", None: ""}[row.met]
+        lines.append(
+            f"{row.case:34} {row.transport:10} {number(row.r):>5} {number(row.vs_ucx_perftest):>6} "
+            f"{number(row.vs_nixl):>6} {number(row.vs_ray):>6} {number(row.gbytes_per_s):>6} "
+            f"{number(row.milliseconds, 3):>8} {row.rounds:<3} {row.goal} {verdict}".rstrip()
+        )
+    return "\n".join(lines)
