@@ -34,13 +34,22 @@ _OBJECT_STORE_BYTES = 100 * 2**20  # KV never passes through Ray's object store;
 class Controller:
     """Owns the Ray connection and the placement group of one kvferry cluster.
 
+    worker_log_level  what the workers log, shown in this process's output; None shows nothing of them
     address  Ray cluster to attach to; None = the RAY_ADDRESS environment variable, else start one on this machine
     """
 
-    def __init__(self, config: ClusterConfig, *, aggregated: bool = False, address: str | None = None) -> None:
+    def __init__(
+        self,
+        config: ClusterConfig,
+        *,
+        aggregated: bool = False,
+        address: str | None = None,
+        worker_log_level: str | None = None,
+    ) -> None:
         self._config = config
         self._address = address or os.environ.get("RAY_ADDRESS")
         self._aggregated = aggregated
+        self._worker_log_level = worker_log_level
         self._started_ray = False
         self._group: PlacementGroup | None = None
 
@@ -57,13 +66,15 @@ class Controller:
         os.environ.setdefault("RAY_DEDUP_LOGS", "0")
         try:
             if self._address:
-                ray.init(address=self._address, log_to_driver=False, logging_level=logging.ERROR)
+                ray.init(
+                    address=self._address, log_to_driver=self._worker_log_level is not None, logging_level=logging.ERROR
+                )
             else:
                 ray.init(
                     num_cpus=max(os.cpu_count() or 1, len(self._plan())),
                     include_dashboard=False,
                     object_store_memory=_OBJECT_STORE_BYTES,
-                    log_to_driver=False,
+                    log_to_driver=self._worker_log_level is not None,
                     logging_level=logging.ERROR,
                     _node_ip_address="127.0.0.1",
                 )
@@ -80,7 +91,8 @@ class Controller:
         reachable_from = "127.0.0.1"
         if self._address:
             reachable_from = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        specs = self._plan(cluster_secret(), reachable_from)
+        num_nodes = sum(bool(node["Alive"]) for node in ray.nodes())  # type: ignore[no-untyped-call]
+        specs = self._plan(cluster_secret(), reachable_from, num_nodes)
         bundles = [self._resources(spec.role) for spec in specs]
         self._group = placement_group(bundles, strategy="SPREAD")
         if not self._group.wait(_PLACEMENT_TIMEOUT_S):
@@ -102,8 +114,15 @@ class Controller:
             ray.shutdown()
             self._started_ray = False
 
-    def _plan(self, secret: bytes = b"", reachable_from: str = "127.0.0.1") -> list[WorkerSpec]:
-        return plan_workers(self._config, aggregated=self._aggregated, secret=secret, reachable_from=reachable_from)
+    def _plan(self, secret: bytes = b"", reachable_from: str = "127.0.0.1", num_nodes: int = 1) -> list[WorkerSpec]:
+        return plan_workers(
+            self._config,
+            aggregated=self._aggregated,
+            secret=secret,
+            reachable_from=reachable_from,
+            log_level=self._worker_log_level,
+            num_nodes=num_nodes,
+        )
 
     def _resources(self, role: WorkerRole) -> dict[str, float]:
         resources = {"CPU": 1.0}

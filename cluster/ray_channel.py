@@ -30,7 +30,7 @@ class RayChannel:
             return await getattr(self._actor, method).remote(*args)
         except RayActorError as error:
             log.debug("%s: %s", method, error)
-            raise WorkerLostError("its process died or cannot be reached") from error
+            raise WorkerLostError(_what_happened(error)) from error
         except RayTaskError as error:
             if isinstance(error.cause, ClusterError):
                 raise error.cause from None
@@ -41,3 +41,11 @@ class RayChannel:
 
     async def end(self) -> None:
         ray.kill(self._actor, no_restart=True)
+
+
+def _what_happened(error: RayActorError) -> str:
+    """One line: why an actor could not be created, or that its process is gone."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if lines and "creation" in lines[0].lower():
+        return f"its actor could not be created: {lines[-1]}"
+    return "its process died or cannot be reached"

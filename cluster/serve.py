@@ -25,6 +25,7 @@ from cluster.engine import describe_model, load_tokenizer
 from cluster.errors import ClusterError, StartupError
 from cluster.frontend import create_app
 from cluster.local_cluster import make_orchestrator
+from cluster.log import configure_logging
 from cluster.metrics import metrics_text
 from cluster.orchestrator import Orchestrator
 
@@ -48,6 +49,7 @@ def run_server(config: ClusterConfig, *, aggregated: bool = False, address: str 
 
     Takes the process over: its signals, and whatever it started is gone when this returns.
     """
+    configure_logging()
     adopt_orphans()
     try:
         return asyncio.run(_serve_until_signalled(config, aggregated=aggregated, address=address))
@@ -69,7 +71,12 @@ async def _serve_until_signalled(config: ClusterConfig, *, aggregated: bool, add
     async def serve() -> None:
         catch_signals()
         async with running_cluster(
-            config, aggregated=aggregated, address=address, progress=_say, after_connect=catch_signals
+            config,
+            aggregated=aggregated,
+            address=address,
+            progress=_say,
+            after_connect=catch_signals,
+            worker_log_level="INFO",
         ) as cluster:
             started.set()
             _say(f"ready: {config.model} at {cluster.base_url}/v1  (Ctrl-C stops)")
@@ -95,6 +102,7 @@ async def running_cluster(
     address: str | None = None,
     progress: Progress = lambda text: None,
     after_connect: Callable[[], None] = lambda: None,
+    worker_log_level: str | None = None,
 ) -> AsyncIterator[RunningCluster]:
     """A cluster that serves while the context is open. Several may be open in one process; they share one Ray.
 
@@ -111,7 +119,7 @@ async def running_cluster(
             )
         except (OSError, ValueError, RuntimeError) as error:
             raise StartupError(f"model {config.model!r} cannot be loaded: {error}", param="model") from error
-        controller = Controller(config, aggregated=aggregated, address=address)
+        controller = Controller(config, aggregated=aggregated, address=address, worker_log_level=worker_log_level)
         progress("starting Ray" if controller.starts_ray else "connecting to Ray")
         stack.push_async_callback(asyncio.to_thread, controller.close)
         await asyncio.to_thread(controller.connect)

@@ -77,5 +77,5 @@ class ServeMetrics:
         """Count a turn's back-flow."""
         self.transfer_bytes.labels("gen_to_ctx").inc(record.gen_to_ctx_bytes)
         self.transfer_blocks.labels("gen_to_ctx").inc(record.gen_to_ctx_blocks)
-        if record.backflow not in ("done", "off"):
+        if record.backflow not in ("done", "off", "cancelled"):
             self.transfer_failures.labels("gen_to_ctx").inc()

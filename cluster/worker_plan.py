@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
+from dataclasses import replace
 
 from cluster.config import ClusterConfig, ServerSectionConfig
 from cluster.orchestrator import OrchestratorSettings
@@ -19,23 +21,33 @@ WORKER_CLASS: dict[WorkerRole, type[ContextWorker] | type[GenerationWorker]] = {
 
 
 def plan_workers(
-    config: ClusterConfig, *, aggregated: bool, secret: bytes, reachable_from: str = "127.0.0.1"
+    config: ClusterConfig,
+    *,
+    aggregated: bool,
+    secret: bytes,
+    reachable_from: str = "127.0.0.1",
+    log_level: str | None = None,
+    num_nodes: int = 1,
 ) -> list[WorkerSpec]:
-    """A spec for every worker. Aggregated: only the generation section's workers, which then do both halves."""
+    """A spec for every worker. Aggregated: only the generation section's workers, which then do both halves.
+
+    num_nodes  machines that the workers are spread over
+    """
     if aggregated:
         sections = [(WorkerRole.AGGREGATED, config.generation_servers)]
     else:
         sections = [(WorkerRole.CONTEXT, config.context_servers), (WorkerRole.GENERATION, config.generation_servers)]
+    specs = [
+        _spec(config, role, section, index) for role, section in sections for index in range(section.num_instances)
+    ]
+    share = 1 / math.ceil(len(specs) / num_nodes)
     return [
-        _spec(config, role, section, index, secret, reachable_from)
-        for role, section in sections
-        for index in range(section.num_instances)
+        replace(spec, secret=secret, reachable_from=reachable_from, log_level=log_level, memory_share=share)
+        for spec in specs
     ]
 
 
-def _spec(
-    config: ClusterConfig, role: WorkerRole, section: ServerSectionConfig, index: int, secret: bytes, peer: str
-) -> WorkerSpec:
+def _spec(config: ClusterConfig, role: WorkerRole, section: ServerSectionConfig, index: int) -> WorkerSpec:
     engine = section.engine
     return WorkerSpec(
         worker_id=f"{role}-{index}",
@@ -43,14 +55,12 @@ def _spec(
         model=config.model,
         kv_cache=section.kv_cache_config,
         transceiver=section.cache_transceiver_config,
-        secret=secret,
         device=engine.device,
         dtype=engine.dtype,
         max_batch_size=engine.max_batch_size,
         max_num_tokens=engine.max_num_tokens,
         max_seq_len=engine.max_seq_len,
         enable_chunked_prefill=engine.enable_chunked_prefill,
-        reachable_from=peer,
     )
 
 

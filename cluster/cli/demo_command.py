@@ -30,9 +30,14 @@ def demo(
     from rich.console import Console
 
     from cluster.demo import DemoOptions, demo_config, run_demo
+    from cluster.descendants import adopt_orphans, end_descendants
 
     options = DemoOptions(config, tuple(set_ or ()), policy, max_num_turns, max_tokens, json_file)
     require_sound(demo_config(options, os.environ))
-    report = asyncio.run(run_demo(options, os.environ, Console()))
+    adopt_orphans()
+    try:
+        report = asyncio.run(run_demo(options, os.environ, Console()))
+    finally:
+        end_descendants(grace_s=2.0)
     if report.failures:
         raise typer.Exit(1)

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from cluster.engine import load_runner, make_storage
 from cluster.engine_loop import EngineLoop
 from cluster.errors import EngineBrokenError, NotReadyError, StartupError
+from cluster.log import configure_logging
 from cluster.request import EngineRequest, FinishReason
 from cluster.scheduler import Scheduler, SequenceEvent
 from cluster.sequence import Sequence
@@ -55,6 +56,8 @@ class BaseWorker:
     async def start(self) -> WorkerInfo:
         """Load the model, map the pools, open the transceiver. Idempotent. Raises StartupError with the cause."""
         if self._info is None:
+            if self.spec.log_level is not None:
+                configure_logging(self.spec.log_level)
             self._loop = asyncio.get_running_loop()
             try:
                 self._info = await asyncio.to_thread(self._build)
@@ -71,7 +74,7 @@ class BaseWorker:
         runner = load_runner(
             spec.model, tokens_per_block=spec.kv_cache.tokens_per_block, device=spec.device, dtype=spec.dtype
         )
-        num_pages = pool_pages(spec.kv_cache, runner.layout)
+        num_pages = pool_pages(spec.kv_cache, runner.layout, memory_share=spec.memory_share)
         self.storage = make_storage(runner, num_pages)
         runner.bind(self.storage)
         self.manager = KvCacheManager(runner.layout, spec.kv_cache, self.storage)

@@ -9,12 +9,13 @@ from cluster.errors import EngineFailedError, PromptTooLongError
 from cluster.request import EngineRequest, FinishReason
 from cluster.scheduler import SequenceEvent
 from cluster.sequence import Sequence
+from cluster.worker.backflow import BackflowPolicy
 from cluster.worker.base_worker import BaseWorker
 from cluster.worker.kv_fetch import KvFetch
 from cluster.worker.messages import BackflowResult, PrefillResult, TurnHandoff
 from cluster.worker.spec import WorkerSpec
 from kvcache import NeverFitsError, OutOfPagesError, ReuseScope, SequenceCache
-from transceiver import TransferOutcome, TransferStatus
+from transceiver import BackflowMode, TransferOutcome, TransferStatus
 from transceiver.testing import FaultInjector
 
 __all__ = ["ContextWorker"]
@@ -25,6 +26,7 @@ class ContextWorker(BaseWorker):
 
     def __init__(self, spec: WorkerSpec, *, faults: FaultInjector | None = None) -> None:
         super().__init__(spec, faults=faults)
+        self._backflow = BackflowPolicy()
         self._prefills: dict[str, asyncio.Future[SequenceEvent]] = {}
 
     async def prefill(self, request: EngineRequest) -> PrefillResult:
@@ -90,18 +92,14 @@ class ContextWorker(BaseWorker):
     async def _take_answer(
         self, turn: TurnHandoff, cache: SequenceCache, target: int
     ) -> tuple[TransferOutcome, KvFetch]:
-        """Pull what is missing up to `target`; with no room for it, pull nothing so that the holder may let go."""
+        """Pull what is missing up to `target`. When that is not wanted, pull nothing, so that the holder may let go."""
         assert self.transceiver is not None
         assert turn.ticket is not None
-        no_room: str | None = None
-        try:
-            with self.engine.lock:
-                cache.resize(target)
-        except (OutOfPagesError, NeverFitsError) as error:  # an answer is worth less than a running prompt
-            no_room = f"no room for the answer's blocks: {error}"
         with self.engine.lock:
-            wanted = target if no_room is None else cache.num_computed_tokens
+            declined = self._why_not(cache, target)
+            wanted = target if declined is None else cache.num_computed_tokens
         fetch = KvFetch(self.engine, self.transceiver, cache)
+        started = time.monotonic()
         result = await fetch.run(
             turn.ticket,
             turn.token_ids[:wanted],
@@ -110,9 +108,32 @@ class ContextWorker(BaseWorker):
             timeout_s=self.spec.transceiver.kv_transfer_timeout_ms / 1000,
         )
         self.repaired_blocks += result.damaged_blocks
-        if no_room is not None:
-            return TransferOutcome(TransferStatus.FAILED, no_room), fetch
+        if declined is not None:
+            return declined, fetch
+        if result.outcome.bytes:
+            self._backflow.observe_pull(result.outcome.bytes, time.monotonic() - started)
         return result.outcome, fetch
+
+    def _why_not(self, cache: SequenceCache, target: int) -> TransferOutcome | None:
+        """Make room for an answer's blocks, or say why they are not taken. Call with the engine's lock held."""
+        missing = target - cache.num_computed_tokens
+        if missing and self.spec.transceiver.kv_backflow is BackflowMode.AUTO:
+            layout, scheduler = self.manager.layout, self.engine.scheduler.stats
+            blocks = -(-target // layout.tokens_per_block) - cache.num_computed_tokens // layout.tokens_per_block
+            estimate = self._backflow.estimate(
+                num_bytes=blocks * sum(layout.page_bytes(group) for group in range(len(layout.groups))),
+                num_tokens=missing,
+                computed_tokens=scheduler.computed_tokens,
+                busy_s=self.engine.busy_s,
+                prefills=scheduler.steps,
+            )
+            if not estimate.worthwhile:
+                return TransferOutcome(TransferStatus.CANCELLED, f"computing again is cheaper: {estimate}")
+        try:
+            cache.resize(target)
+        except (OutOfPagesError, NeverFitsError) as error:  # an answer is worth less than a running prompt
+            return TransferOutcome(TransferStatus.FAILED, f"no room for the answer's blocks: {error}")
+        return None
 
     async def _run(self, sequence: Sequence) -> SequenceEvent:
         future: asyncio.Future[SequenceEvent] = self._loop.create_future()

@@ -10,9 +10,12 @@ from kvcache import KvCacheConfig, KvLayout
 __all__ = ["pool_pages"]
 
 
-def pool_pages(config: KvCacheConfig, layout: KvLayout, available_bytes: int | None = None) -> tuple[int, ...]:
+def pool_pages(
+    config: KvCacheConfig, layout: KvLayout, *, memory_share: float = 1.0, available_bytes: int | None = None
+) -> tuple[int, ...]:
     """Pages of each layer group's pool: `max_tokens` in blocks, or `free_memory_fraction` of the memory free now.
 
+    memory_share     of the free memory, what this worker may count on (workers on one node share it)
     available_bytes  free memory; None = ask the operating system. Raises StartupError when not even one block fits.
     """
     tokens_per_block = layout.tokens_per_block
@@ -28,7 +31,7 @@ def pool_pages(config: KvCacheConfig, layout: KvLayout, available_bytes: int | N
                 param="kv_cache_config.max_tokens",
             )
     else:
-        pages = int(available_bytes * (config.free_memory_fraction or 0.0)) // page_bytes
+        pages = int(available_bytes * memory_share * config.free_memory_fraction) // page_bytes
     if pages < 1:
         raise StartupError(
             f"the KV pool would hold no block of {page_bytes} bytes: raise kv_cache_config.max_tokens or "

@@ -19,6 +19,9 @@ class WorkerSpec:
     secret          shared by the workers of one cluster; proves membership in the transceiver's handshake
     reachable_from  address of the orchestrator's node; the worker tells its peers the address that it has on the route
                     to it (loopback for loopback)
+    memory_share    share of the node's free memory that `free_memory_fraction` is taken of: workers that share a node
+                    do not promise the same memory twice
+    log_level       what the worker's process logs to stderr; None leaves logging as it is
     """
 
     worker_id: str
@@ -26,7 +29,7 @@ class WorkerSpec:
     model: str
     kv_cache: KvCacheConfig
     transceiver: CacheTransceiverConfig
-    secret: bytes
+    secret: bytes = b""
     device: str = "auto"
     dtype: str = "auto"
     max_batch_size: int = 16
@@ -34,3 +37,5 @@ class WorkerSpec:
     max_seq_len: int = 8192
     enable_chunked_prefill: bool = True
     reachable_from: str = "127.0.0.1"
+    memory_share: float = 1.0
+    log_level: str | None = None

@@ -1,4 +1,4 @@
-"""An engine that can no longer be trusted is replaced; a model that fails in one step costs that step's requests only."""
+"""A broken engine gets its worker replaced; a model that fails in one step costs that step's requests only."""
 
 from __future__ import annotations
 
