@@ -72,8 +72,9 @@ class InprocLink:
         assert isinstance(remote, _Region)
         self.owner.start_get(self, batch, remote.address, token)
 
-    def on_peer_process(self, identity: bytes) -> None:
+    def on_peer_process(self, identity: bytes, probe: int) -> bool:
         """Nothing to learn: the peer is in this process."""
+        return True
 
     def close(self) -> None:
         if self.open:

@@ -247,7 +247,9 @@ class PeerTable:
                 layout = check_layout(self._own, message.layout)
                 peer.parts = parts_between(layout, self._own)
                 self._check_regions(peer, layout.layout, message)
-                peer.link.on_peer_process(message.identity)
+                if not peer.link.on_peer_process(message.identity, peer.infos[1, 0].address):
+                    self._connect_anew(peer)
+                    return
                 self._ready(peer)
                 for pull in list(peer.pulls.values()):
                     pull.on_link(peer)
@@ -260,6 +262,13 @@ class PeerTable:
                 self._remember(peer, f"refused by the peer ({message.field}): {message.reason}")
             case _:
                 raise WireFormatError(f"{type(message).__name__} is not expected now")
+
+    def _connect_anew(self, peer: Peer) -> None:
+        """This link cannot read from its peer: its pulls go on over another one."""
+        pulls, peer.pulls = peer.pulls, {}
+        self._close(peer, "connecting another way")
+        for pull in pulls.values():
+            self.attach(pull)
 
     def _ready(self, peer: Peer) -> None:
         peer.phase = _Phase.READY

@@ -73,8 +73,12 @@ class Link(Protocol):
         """
         ...
 
-    def on_peer_process(self, identity: bytes) -> None:
-        """The handshake brought the peer's `Transport.identity`."""
+    def on_peer_process(self, identity: bytes, probe: int) -> bool:
+        """The handshake brought the peer's `Transport.identity`; at `probe` it has 8 readable bytes.
+
+        False: this link cannot read there, connect anew (the transport will then choose another way). Raises
+        LinkClosedError when the peer's memory cannot be read at all.
+        """
         ...
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The transfer benchmark runs, and its rows say what was measured. Speed itself is judged by a person on a quiet machine."""
+"""The transfer benchmark runs, and its rows say what was measured; its speed is judged on a quiet machine."""
 
 from __future__ import annotations
 

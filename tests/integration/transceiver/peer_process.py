@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import threading
+import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from tests.unit.transceiver.rig import SCOPE, SECRET, make_layout, make_storage, table
@@ -99,6 +102,17 @@ class PeerProcess:
     def tell(self, command: str, arguments: Any = None) -> None:
         """Send a command whose answer nobody waits for."""
         self._pipe.send((command, arguments))
+
+    def freeze(self) -> None:
+        """SIGSTOP, and wait until every thread stands still."""
+        os.kill(self.pid, signal.SIGSTOP)
+        deadline = time.monotonic() + WAIT_S
+        while not all(
+            stat.read_text().rpartition(")")[2].split()[0] == "T"
+            for stat in Path(f"/proc/{self.pid}/task").glob("*/stat")
+        ):
+            assert time.monotonic() < deadline, "the process does not stop"
+            time.sleep(0.002)
 
     def kill(self) -> None:
         """SIGKILL, and wait until it is gone."""

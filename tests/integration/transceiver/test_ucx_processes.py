@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -81,7 +82,7 @@ def test_a_killed_holder_is_an_error_at_once(tls: str) -> None:
         Local(ucx_tls=tls) as local,
     ):
         assert local.pull(holder.ask("publish", ("warm", (1,), 10.0)), (1,)).future.result(10).status is DONE
-        os.kill(holder.pid, signal.SIGSTOP)  # the request stays unanswered until the death
+        holder.freeze()  # the request stays unanswered until the death
         ticket = holder_ticket(holder)
         pull = local.pull(ticket, (4,))
         started = time.monotonic()
@@ -124,7 +125,7 @@ def test_a_killed_receiver_frees_the_holder(local: Local) -> None:
 def test_a_receivers_time_out_and_cancel_reach_the_holder(local: Local) -> None:
     with PeerProcess("holder") as holder:
         assert local.pull(holder.ask("publish", ("warm", (1,), 10.0)), (1,)).future.result(10).status is DONE
-        os.kill(holder.pid, signal.SIGSTOP)
+        holder.freeze()
         holder.tell("publish", ("late", (1,), 10.0))
         stuck = local.pull(holder_ticket(holder), (1,), timeout_s=0.2)
         assert stuck.future.result(2).status is TIMED_OUT
@@ -173,6 +174,24 @@ def test_a_layout_mismatch_is_refused_by_field(local: Local) -> None:
     with PeerProcess("holder", layout={"tokens_per_block": 16}) as holder:
         outcome = local.pull(holder.ask("publish", ("t", (1,), 10.0)), (1,)).future.result(5)
         assert (outcome.status, "tokens_per_block: 16 here, 8 at the peer" in outcome.reason) == (FAILED, True)
+
+
+def test_where_the_kernel_refuses_cma_blocks_come_over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refused:
+        def __init__(self, pid: int) -> None:
+            assert pid > 0
+
+        def read(self, *_: object) -> None:
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr("transceiver.ucx_link.CmaReader", Refused)
+    with PeerProcess("holder") as holder, Local() as local:
+        for turn in range(2):
+            pull = local.pull(holder.ask("publish", (f"t{turn}", (3, 1), 10.0)), (10, 11))
+            outcome = pull.future.result(10)
+            assert (outcome.status, outcome.transport) == (DONE, "ucx/tcp")
+            assert [bytes(local.storage.page(page)) for page in (10, 11)] == holder.ask("pages", (3, 1))
+        assert local.transceiver.links() == {"holder": "ucx/tcp"}
 
 
 def test_several_holders_at_once(local: Local) -> None:

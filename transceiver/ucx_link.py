@@ -1,0 +1,151 @@
+"""One UCX endpoint and what is under way on it: messages out, batches of reads in. Used by `transceiver.ucx` only."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from transceiver.cma import CmaReader, same_host_pid
+from transceiver.errors import LinkClosedError, TransceiverError
+from transceiver.transport import ReadBatch, RemoteRegion
+from transceiver.ucp_binding import UcpError
+
+if TYPE_CHECKING:
+    from transceiver.ucx import UcxFabric, UcxTransport
+
+__all__ = ["AM_ID", "PendingRead", "UcxLink", "UcxRemoteRegion"]
+
+_log = logging.getLogger(__name__)
+AM_ID = 23
+_MAX_SENDS = 1024  # messages a link may have waiting before it is given up
+_SMALL_READ = 64 << 10  # one read of this size goes through UCX: it also proves that the peer still answers
+
+
+@dataclass(frozen=True, slots=True)
+class UcxRemoteRegion:
+    address: int
+    nbytes: int
+    key: int
+
+
+@dataclass(slots=True, eq=False)
+class PendingRead:
+    """A batch under way; `requests` None: it waits for its one kernel call."""
+
+    token: object
+    batch: ReadBatch
+    remote: UcxRemoteRegion
+    region: int | None
+    requests: list[int] | None = None
+    error: str | None = None
+
+
+class UcxLink:
+    """One UCX endpoint with what is under way on it."""
+
+    def __init__(self, owner: UcxTransport, fabric: UcxFabric, endpoint: Any, peer: str) -> None:
+        self.owner = owner
+        self.fabric = fabric
+        self.peer = peer
+        self.endpoint = endpoint
+        self.handle: int = endpoint.handle
+        self.open = True
+        self.keys: list[int] = []
+        self.reads: deque[PendingRead] = deque()
+        self.cma: CmaReader | None = None
+        self.sends: deque[tuple[int, bytes]] = deque()
+        self._transport = ""
+
+    @property
+    def transport(self) -> str:
+        if not self._transport and self.open:
+            lanes = {name.partition("/")[0] for name in self.fabric.ucp.transports(self.handle)}
+            # Reads go over cma whenever the endpoint has such a lane (RNDV_THRESH=inf); else over what remains.
+            best = next((lane for lane in ("rc_mlx5", "rc_verbs", "cma", "tcp") if lane in lanes), None)
+            self._transport = f"ucx/{best or '+'.join(sorted(lanes)) or 'unknown'}"
+        return self._transport
+
+    def send(self, payload: bytes) -> None:
+        if not self.open:
+            raise LinkClosedError(f"the link to {self.peer} is closed")
+        try:
+            request = self.fabric.ucp.send(self.handle, AM_ID, payload)
+        except UcpError as error:
+            raise LinkClosedError(f"cannot send to {self.peer}: {error}") from error
+        if request:
+            self.sends.append((request, payload))
+            if len(self.sends) > _MAX_SENDS:
+                self.owner.fail(self)
+                raise LinkClosedError(f"{self.peer} does not take messages: {_MAX_SENDS} are waiting")
+
+    def open_region(self, address: int, nbytes: int, key: bytes) -> RemoteRegion:
+        if not self.open:
+            raise LinkClosedError(f"the link to {self.peer} is closed")
+        try:
+            handle = self.fabric.ucp.unpack_key(self.handle, key)
+        except UcpError as error:
+            raise TransceiverError(f"the memory key of {self.peer} cannot be used: {error}") from error
+        self.keys.append(handle)
+        return UcxRemoteRegion(address, nbytes, handle)
+
+    def get(self, batch: ReadBatch, remote: RemoteRegion, region: int | None, token: object) -> None:
+        if not self.open:
+            raise LinkClosedError(f"the link to {self.peer} is closed")
+        assert isinstance(remote, UcxRemoteRegion)
+        read = PendingRead(token, batch, remote, region)
+        if self.cma is None or (len(batch) == 1 and int(batch.nbytes[0]) <= _SMALL_READ):
+            self.issue(read)
+        self.reads.append(read)
+
+    def issue(self, read: PendingRead) -> None:
+        """Hand a batch to UCX. Raises TransceiverError when nothing was started."""
+        ucp, param, key, base = (
+            self.fabric.ucp,
+            self.fabric.get_param(read.region),
+            read.remote.key,
+            read.remote.address,
+        )
+        batch = read.batch
+        requests: list[int] = []
+        read.requests = requests
+        try:
+            for local, offset, nbytes in zip(
+                batch.local.tolist(), batch.offset.tolist(), batch.nbytes.tolist(), strict=True
+            ):
+                request = ucp.get(self.handle, local, nbytes, base + offset, key, param)
+                if request:
+                    requests.append(request)
+        except UcpError as error:
+            read.error = str(error)
+            if not requests:
+                raise TransceiverError(f"cannot read from {self.peer}: {error}") from error
+
+    def on_peer_process(self, identity: bytes, probe: int) -> bool:
+        """On the same host, with a cma lane: read batches with one kernel call, if the kernel lets us.
+
+        Returns False when it does not (containers, other users): UCX's cma lane would fail too, so connect anew.
+        """
+        pid = same_host_pid(identity) if self.transport == "ucx/cma" else None
+        if pid is None:
+            return True
+        reader, scratch = CmaReader(pid), np.zeros(1, np.uint64)
+        try:
+            one = np.asarray([8], np.uint64)
+            reader.read(np.asarray([scratch.ctypes.data], np.uint64), np.asarray([probe], np.uint64), one)
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.EACCES, errno.ENOSYS):
+                raise LinkClosedError(f"{self.peer} cannot be read: {error}") from error
+            _log.warning("the kernel refuses cma to %s (%s): its blocks will come over TCP", self.peer, error)
+            self.owner.avoid_cma(self.peer)
+            return False
+        self.cma = reader
+        return True
+
+    def close(self) -> None:
+        if self.open:
+            self.owner.drop(self, None)
