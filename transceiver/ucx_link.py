@@ -23,7 +23,6 @@ __all__ = ["AM_ID", "PendingRead", "UcxLink", "UcxRemoteRegion"]
 _log = logging.getLogger(__name__)
 AM_ID = 23
 _MAX_SENDS = 1024  # messages a link may have waiting before it is given up
-_SMALL_READ = 64 << 10  # one read of this size goes through UCX: it also proves that the peer still answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +97,7 @@ class UcxLink:
             raise LinkClosedError(f"the link to {self.peer} is closed")
         assert isinstance(remote, UcxRemoteRegion)
         read = PendingRead(token, batch, remote, region)
-        if self.cma is None or (len(batch) == 1 and int(batch.nbytes[0]) <= _SMALL_READ):
+        if self.cma is None:
             self.issue(read)
         self.reads.append(read)
 
