@@ -71,6 +71,7 @@ class Controller:
                 )
             else:
                 ray.init(
+                    address="local",  # never somebody else's cluster that happens to run on this machine
                     num_cpus=max(os.cpu_count() or 1, len(self._plan())),
                     include_dashboard=False,
                     object_store_memory=_OBJECT_STORE_BYTES,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from enum import StrEnum
 from typing import Any, Protocol
 
@@ -93,7 +93,7 @@ class WorkerHandle:
         self.restarts = 0
         self.lost = asyncio.Event()
         self._streams: dict[str, asyncio.Queue[OutputDelta | WorkerLostError]] = {}
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
         self._replacing = False
 
     async def start(self) -> WorkerInfo:
@@ -102,9 +102,9 @@ class WorkerHandle:
         self.info = info
         self.lost.clear()
         self.state = WorkerState.READY
-        self._tasks = [asyncio.create_task(self._watch())]
+        self._spawn(self._watch())
         if self.role is not WorkerRole.CONTEXT:
-            self._tasks.append(asyncio.create_task(self._collect()))
+            self._spawn(self._collect())
         return info
 
     def mark_lost(self, reason: str) -> None:
@@ -175,7 +175,7 @@ class WorkerHandle:
             self.mark_lost(error.message)
             raise WorkerLostError(f"{self.worker_id} was lost during {method}: {error.message}") from error
         except Exception:
-            self._tasks.append(asyncio.create_task(self._examine()))
+            self._spawn(self._examine())
             raise
 
     async def _examine(self) -> None:
@@ -243,7 +243,11 @@ class WorkerHandle:
 
     def _stop_tasks(self) -> None:
         current = asyncio.current_task()
-        for task in self._tasks:
+        for task in list(self._tasks):
             if task is not current:
                 task.cancel()
-        self._tasks = []
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -52,7 +52,7 @@ class BackflowPolicy:
     ) -> BackflowEstimate:
         """Cost of pulling `num_bytes` and of computing `num_tokens`.
 
-        computed_tokens, busy_s, prefills  what this worker's engine has computed so far, in which time and how many steps
+        computed_tokens, busy_s, prefills  what this worker's engine has computed so far, in which time, how many steps
         """
         compute_s = None
         if prefills >= _MIN_OBSERVATIONS and computed_tokens and busy_s > 0:

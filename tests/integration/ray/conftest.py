@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 import pytest
+
+from cluster.descendants import descendants
 
 
 @pytest.fixture(scope="session")
@@ -15,6 +18,7 @@ def ray_cluster() -> Iterator[None]:
 
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     ray.init(
+        address="local",
         num_cpus=8,
         include_dashboard=False,
         object_store_memory=100 * 2**20,
@@ -29,8 +33,6 @@ def ray_cluster() -> Iterator[None]:
 @pytest.fixture
 def no_leftovers(ray_cluster: None) -> Iterator[None]:
     """After the test no worker process of it is alive."""
-    import time
-
     yield
     deadline = time.monotonic() + 20
     while (alive := worker_processes()) and time.monotonic() < deadline:
@@ -38,10 +40,16 @@ def no_leftovers(ray_cluster: None) -> Iterator[None]:
     assert not alive, f"worker processes outlived the test: {alive}"
 
 
+@pytest.fixture
+def live_workers() -> Callable[[], list[str]]:
+    """`worker_processes`, for tests."""
+    return worker_processes
+
+
 def worker_processes() -> list[str]:
-    """Command lines of live kvferry worker actors on this machine."""
+    """Command lines of live kvferry worker actors that this test run started."""
     found = []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
+    for pid in descendants():
         try:
             with open(f"/proc/{pid}/cmdline", "rb") as file:
                 command = file.read().replace(b"\0", b" ").decode(errors="replace")

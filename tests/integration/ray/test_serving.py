@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
@@ -145,6 +145,13 @@ async def test_with_retries_off_a_death_is_an_explicit_error_within_five_seconds
         assert error["code"] == "worker_lost"
         assert ended_at - killed_at < 5
         assert (await chat(client, slow, [user(MESSAGE)]))["choices"][0]["token_ids"]
+
+
+async def test_workers_show_by_name_in_the_process_list(live_workers: Callable[[], list[str]]):
+    async with running_cluster(config()):
+        shown = " ".join(live_workers())
+        assert "ray::ContextWorker" in shown
+        assert "ray::GenerationWorker" in shown
 
 
 async def test_two_workers_a_side_keep_a_conversation_together():
