@@ -12,6 +12,7 @@ from cluster.cli.check_command import check
 from cluster.cli.demo_command import demo
 from cluster.cli.doctor_command import doctor
 from cluster.cli.ray_command import ray_app
+from cluster.cli.replay_command import replay
 from cluster.cli.schema_command import schema
 from cluster.cli.serve_command import serve
 from cluster.cli.slurm_command import slurm_app
@@ -45,7 +46,7 @@ def _root(
     pass
 
 
-for _command in (serve, chat, demo, check, schema, doctor):
+for _command in (serve, chat, demo, check, schema, doctor, replay):
     app.command()(_command)
 app.command(name="transceiver-test")(transceiver_test)
 app.add_typer(slurm_app)

@@ -31,8 +31,10 @@ class SlurmRayConfig(StrictModel):
         default=None, ge=75, description="Object store of a node in MB; `null`: Ray's own choice."
     )
     dashboard: bool = Field(
-        default=False, description="Run the dashboard (needed for `ray job submit` to this cluster)."
+        default=False, description="Run the dashboard (needed for `kvferry ray submit` to this cluster)."
     )
+    dashboard_port: int = Field(default=8265, ge=1024, le=65535, description="Port of the dashboard.")
+    agent_port: int = Field(default=52365, ge=1024, le=65535, description="Port of Ray's agent on every node.")
 
 
 class SlurmConfig(StrictModel):

@@ -82,7 +82,7 @@ class RayLauncher:
         self.membership.start()
         role = ["--head", f"--port={self._config.port}", f"--include-dashboard={str(self._config.dashboard).lower()}"]
         if self._config.dashboard:
-            role.append("--dashboard-host=0.0.0.0")
+            role += ["--dashboard-host=0.0.0.0", f"--dashboard-port={self._config.dashboard_port}"]
         self._start_node(head, addresses[head], role, resources.get(head, {}))
         for name in others:
             self._start_node(name, addresses[name], [f"--address={address}"], resources.get(name, {}))
@@ -99,6 +99,7 @@ class RayLauncher:
         assert self.membership is not None
         argv = [self._python, "-m", "ray.scripts.scripts", "start", *role, f"--node-ip-address={ip}"]
         argv += [f"--resources={json.dumps(dict(resources))}", "--disable-usage-stats", "--block"]
+        argv.append(f"--dashboard-agent-listen-port={self._config.agent_port}")
         if self._config.cpus_per_node is not None:
             argv.append(f"--num-cpus={self._config.cpus_per_node}")
         if self._gpus:
@@ -110,8 +111,9 @@ class RayLauncher:
         for attempt in range(1, self._config.start_attempts + 1):
             self._say(f"ray on {name}: attempt {attempt} of {self._config.start_attempts}")
             began = time.monotonic()
+            before = self.membership.alive
             process = self._pool.run(name, argv, log=log, env=self._env, shielded=True)
-            cause = self._wait_alive(process, ip)
+            cause = self._wait_alive(process, ip, before)
             if not cause:
                 self._say(f"ray on {name} ({ip}): alive after {time.monotonic() - began:.1f} s")
                 self.processes[name] = process
@@ -124,12 +126,16 @@ class RayLauncher:
                 self._say(f"ray on {name}: the head still lists the failed attempt as alive")
         raise RayStartError(name, f"{cause} ({self._config.start_attempts} attempts)", log)
 
-    def _wait_alive(self, process: RemoteProcess, ip: str) -> str:
+    def _wait_alive(self, process: RemoteProcess, ip: str, before: frozenset[str]) -> str:
         """ "" when the node is alive, else why not."""
         assert self.membership is not None
         deadline = time.monotonic() + self._config.start_timeout_s
+
+        def joined(alive: frozenset[str]) -> bool:  # Ray puts the host's own address in place of a loopback one
+            return ip in alive or (ip.startswith("127.") and bool(alive - before))
+
         while time.monotonic() < deadline:
-            if self.membership.wait_for(lambda alive: ip in alive, 0.3):
+            if self.membership.wait_for(joined, 0.3):
                 return ""
             self._check()
             if not process.running:

@@ -7,6 +7,7 @@ number in SLURM_RESTART_COUNT; nothing else is taken from the environment.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -67,9 +68,10 @@ def _addresses(names: Sequence[str]) -> dict[str, str]:
     """IP of each node. This host's own name often means loopback here, so its address is asked of a route."""
     found = {name: socket.gethostbyname(name) for name in names}
     head = names[0]
-    if found[head].startswith("127.") and len(names) > 1:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((found[names[1]], 9))
+    if found[head].startswith("127."):
+        towards = found[names[1]] if len(names) > 1 else "192.0.2.1"  # an address of no host: nothing is sent
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+            probe.connect((towards, 9))
             found[head] = str(probe.getsockname()[0])
     return found
 

@@ -34,9 +34,10 @@ def test_files_named_in_the_text_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_commands_named_in_the_text_exist(page: Path) -> None:
-    known = {command.callback.__name__ for command in app.registered_commands if command.callback is not None}
+    known = {c.name or c.callback.__name__ for c in app.registered_commands if c.callback is not None}
     known |= {str(group.name) for group in app.registered_groups}
-    named = set(re.findall(r"kvferry (?!is\b|serves\b)([a-z]+)\b(?=[`\s]*(?:[-#`]|$))", page.read_text(), re.MULTILINE))
+    pattern = r"kvferry (?!is\b|serves\b)([a-z]+(?:-[a-z]+)*)\b(?=[`\s]*(?:[-#`]|$))"
+    named = set(re.findall(pattern, page.read_text(), re.MULTILINE))
     assert named - known == set()
 
 
