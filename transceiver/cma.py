@@ -66,21 +66,36 @@ class CmaReader:
 
         Raises OSError when the kernel refuses, the process is gone, or its memory is not mapped there.
         """
-        ours = np.column_stack((local, nbytes)).astype(np.uint64)
-        theirs = np.column_stack((remote, nbytes)).astype(np.uint64)
-        at = 0
-        while at < len(ours):
-            stop = min(at + _IOV_MAX, len(ours))
-            done = self._readv(self._pid, ours[at:].ctypes.data, stop - at, theirs[at:].ctypes.data, stop - at, 0)
-            if done <= 0:
-                code = ctypes.get_errno()
-                raise OSError(code, os.strerror(code) if done < 0 else "nothing was read")
-            # A partial copy ends inside or after an element: go on from there.
-            while done:
-                step = min(done, int(ours[at, 1]))
-                for side in (ours, theirs):
-                    side[at, 0] += np.uint64(step)
-                    side[at, 1] -= np.uint64(step)
-                done -= step
-                if not ours[at, 1]:
-                    at += 1
+        start = 0
+        while start < len(local):
+            stop = min(start + _IOV_MAX, len(local))
+            part = slice(start, stop)
+            ours, theirs = _joined(local[part], nbytes[part]), _joined(remote[part], nbytes[part])
+            done = self._call(ours, theirs)
+            if done < int(nbytes[part].sum()):
+                self._finish(local[part], remote[part], nbytes[part], done)
+            start = stop
+
+    def _call(self, ours: NDArray[np.uint64], theirs: NDArray[np.uint64]) -> int:
+        done: int = self._readv(self._pid, ours.ctypes.data, len(ours), theirs.ctypes.data, len(theirs), 0)
+        if done <= 0:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code) if done < 0 else "nothing was read")
+        return done
+
+    def _finish(
+        self, local: NDArray[np.uint64], remote: NDArray[np.uint64], nbytes: NDArray[np.uint64], done: int
+    ) -> None:
+        """Go on after a partial copy, which may have ended inside an element."""
+        for mine, theirs, size in zip(local.tolist(), remote.tolist(), nbytes.tolist(), strict=True):
+            skip = min(done, size)
+            done -= skip
+            while skip < size:
+                one = [np.asarray([[at + skip, size - skip]], np.uint64) for at in (mine, theirs)]
+                skip += self._call(*one)
+
+
+def _joined(address: NDArray[np.uint64], nbytes: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """iovecs (address, bytes), neighbours in memory joined."""
+    starts = np.concatenate([[0], np.flatnonzero(address[1:] != address[:-1] + nbytes[:-1]) + 1])
+    return np.column_stack((address[starts], np.add.reduceat(nbytes, starts)))

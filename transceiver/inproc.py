@@ -46,6 +46,7 @@ class InprocLink:
     """One end of a link between two transports of this process."""
 
     transport = "inproc"
+    direct_read_bytes = 64 << 10
 
     def __init__(self, owner: InprocTransport, peer: str) -> None:
         self.owner = owner

@@ -20,7 +20,6 @@ from transceiver.transport import ReadBatch
 
 __all__ = ["STAGING_BYTES", "Rows", "Segment", "plan_segments"]
 
-_DIRECT_FRAGMENT_BYTES = 64 << 10  # at least this large: reading a fragment by itself costs less than staging
 STAGING_BYTES = 1 << 20  # small enough to stay in the cache between the read and the copy to its place
 
 
@@ -71,9 +70,12 @@ class Segment:
 
 def plan_segments(
     rows: Rows, which: NDArray[np.int64], storage: PageStorage, parts: tuple[PagePart | None, ...],
-    remote_page_bytes: list[int], max_bytes: int,
+    remote_page_bytes: list[int], max_bytes: int, direct_bytes: int,
 ) -> Iterator[Segment]:  # fmt: skip
-    """Segments that bring `which` rows here, in order of the holder's addresses."""
+    """Segments that bring `which` rows here, in order of the holder's addresses.
+
+    Fragments of at least `direct_bytes` are read straight into place.
+    """
     which = which[np.lexsort((rows.remote[which], rows.group[which]))]
     for group in np.unique(rows.group[which]).tolist():
         mine = which[rows.group[which] == group]
@@ -83,7 +85,7 @@ def plan_segments(
         elif part.nbytes == 0:
             nothing = np.empty(0, np.uint64)
             yield Segment(mine, group, ReadBatch(nothing, nothing, nothing), 0, part)
-        elif part.nbytes // len(part.fragments) >= _DIRECT_FRAGMENT_BYTES:
+        elif part.nbytes // len(part.fragments) >= direct_bytes:
             yield from _fragments(rows, mine, storage, group, part, remote_page_bytes[group], max_bytes)
         else:
             yield from _staged(rows, mine, group, part, remote_page_bytes[group])

@@ -185,6 +185,7 @@ class Pull:
             plan_segments(
                 self._rows, rows[message.pages >= 0].astype(np.int64), self._ctx.storage, peer.parts,
                 [peer.page_bytes(g) for g in range(len(peer.parts))], self._ctx.config.max_segment_bytes,
+                peer.link.direct_read_bytes,
             )
         )  # fmt: skip
         self._pump()

@@ -55,6 +55,11 @@ class Link(Protocol):
         """What moves the bytes, found out from the fabric: "ucx/cma", "ucx/tcp", "inproc"."""
         ...
 
+    @property
+    def direct_read_bytes(self) -> int:
+        """Pieces of at least this size are best read straight to their place; smaller ones through a buffer."""
+        ...
+
     def send(self, payload: bytes) -> None:
         """Queue one message; order is kept. Raises LinkClosedError."""
         ...

@@ -69,6 +69,10 @@ class UcxLink:
             self._transport = f"ucx/{best or '+'.join(sorted(lanes)) or 'unknown'}"
         return self._transport
 
+    @property
+    def direct_read_bytes(self) -> int:
+        return 4 << 10 if self.cma is not None else 64 << 10
+
     def send(self, payload: bytes) -> None:
         if not self.open:
             raise LinkClosedError(f"the link to {self.peer} is closed")

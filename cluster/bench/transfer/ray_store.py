@@ -24,7 +24,7 @@ class _Source:
 def open_ray_store() -> Iterator[Callable[[int], float]]:
     """Start a local Ray with one actor; yields a function of bytes -> bytes per second."""
     ray.init(
-        num_cpus=2, object_store_memory=512 << 20, include_dashboard=False, log_to_driver=False,
+        address="local", num_cpus=2, object_store_memory=512 << 20, include_dashboard=False, log_to_driver=False,
         logging_level=logging.ERROR,
     )  # fmt: skip
     try:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.unit.transceiver.rig import SCOPE, SECRET, make_layout, make_storage, table
-from transceiver import CacheTransceiver, CacheTransceiverConfig, Publication, Pull
+from transceiver import CacheTransceiver, CacheTransceiverConfig, Publication, Pull, RankShare
 
 WAIT_S = 30.0
 
@@ -31,7 +31,9 @@ def serve(pipe: Connection, options: dict[str, Any]) -> None:
 def _serve(pipe: Connection, options: dict[str, Any]) -> None:
     storage = make_storage(make_layout(**options["layout"]), (options["pages"],), fill=options["fill"])
     config = CacheTransceiverConfig(**options["config"])
-    transceiver = CacheTransceiver(worker_id=options["name"], storage=storage, config=config, secret=options["secret"])
+    transceiver = CacheTransceiver(
+        worker_id=options["name"], storage=storage, config=config, secret=options["secret"], shares=options["shares"]
+    )
     transceiver.start()
     pipe.send((os.getpid(), transceiver.address))
     publications: dict[str, Publication] = {}
@@ -78,12 +80,14 @@ class PeerProcess:
 
     def __init__(
         self, name: str, *, secret: bytes = SECRET, fill: int | None = 1, pages: int = 64,
-        layout: dict[str, Any] | None = None, **config: Any,
+        layout: dict[str, Any] | None = None,
+        shares: tuple[RankShare, ...] | None = None, **config: Any,
     ) -> None:  # fmt: skip
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         options = {
             "name": name, "secret": secret, "fill": fill, "pages": pages, "layout": layout or {}, "config": config,
+            "shares": shares,
         }  # fmt: skip
         self._process = context.Process(target=serve, args=(theirs, options), daemon=True)
         self._process.start()

@@ -10,11 +10,12 @@ import threading
 import time
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from tests.integration.transceiver.peer_process import PeerProcess
 from tests.unit.transceiver.rig import SCOPE, SECRET, eventually, make_layout, make_storage, table
-from transceiver import CacheTransceiver, CacheTransceiverConfig, GrantTicket, TransferStatus
+from transceiver import CacheTransceiver, CacheTransceiverConfig, GrantTicket, Interval, RankShare, TransferStatus
 
 pytest.importorskip("ucxx", reason="needs ucxx")
 pytestmark = [pytest.mark.ucx, pytest.mark.timeout(120)]
@@ -25,13 +26,13 @@ PAGES = 64
 class Local:
     """This process's transceiver with zeroed pages."""
 
-    def __init__(self, **options: object) -> None:
+    def __init__(self, shares: tuple[RankShare, ...] | None = None, **options: object) -> None:
         self.storage = make_storage(make_layout(**options.pop("layout", {})), (PAGES,))  # type: ignore[arg-type]
         secret = options.pop("secret", SECRET)
         assert isinstance(secret, bytes)
         config = CacheTransceiverConfig.model_validate(options)
         self.transceiver = CacheTransceiver(
-            worker_id=f"local-{id(self)}", storage=self.storage, config=config, secret=secret
+            worker_id=f"local-{id(self)}", storage=self.storage, config=config, secret=secret, shares=shares
         )
 
     def __enter__(self) -> Local:
@@ -192,6 +193,27 @@ def test_where_the_kernel_refuses_cma_blocks_come_over_tcp(monkeypatch: pytest.M
             assert (outcome.status, outcome.transport) == (DONE, "ucx/tcp")
             assert [bytes(local.storage.page(page)) for page in (10, 11)] == holder.ask("pages", (3, 1))
         assert local.transceiver.links() == {"holder": "ucx/tcp"}
+
+
+@pytest.mark.parametrize(("tls", "head_dim"), [("tcp,cma", 256), ("tcp,cma", 16), ("tcp", 16)])
+def test_two_ranks_of_two_heads_fill_one_of_four(tls: str, head_dim: int) -> None:
+    """Fragments of 16 KiB go straight to their place over cma; small ones, and all over TCP, through staging."""
+    layout, whole = {"num_kv_heads": 2, "head_dim": head_dim}, {"num_kv_heads": 4, "head_dim": head_dim}
+    shares = [(RankShare(4, Interval(start, start + 2)),) for start in (0, 2)]
+    with (
+        PeerProcess("rank0", layout=layout, shares=shares[0], fill=1, ucx_tls=tls) as first,
+        PeerProcess("rank1", layout=layout, shares=shares[1], fill=2, ucx_tls=tls) as second,
+        Local(layout=whole, shares=(RankShare(4, Interval(0, 4)),), ucx_tls=tls) as local,
+    ):
+        tickets = [rank.ask("publish", ("t", (3, 1, 2), 10.0)) for rank in (first, second)]
+        pulls = [local.pull(ticket, (7, 5, 6)) for ticket in tickets]
+        assert [pull.future.result(10).status for pull in pulls] == [DONE, DONE]
+        parts = [
+            [np.frombuffer(page, np.uint8).reshape(2, 2, 2, -1) for page in rank.ask("pages", (3, 1, 2))]
+            for rank in (first, second)
+        ]
+        for page, left, right in zip((7, 5, 6), *parts, strict=True):
+            assert bytes(local.storage.page(page)) == np.concatenate([left, right], axis=2).tobytes()
 
 
 def test_several_holders_at_once(local: Local) -> None:

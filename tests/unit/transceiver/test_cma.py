@@ -51,3 +51,25 @@ def test_identity() -> None:
     assert same_host_pid(b"") is None
     assert same_host_pid(bytes(16) + own[16:]) is None  # another host
     assert same_host_pid(own[:-8] + bytes(8)) is None  # the pid belongs to another process now
+
+
+def test_a_partial_copy_goes_on_where_it_ended() -> None:
+    class Partial(CmaReader):
+        """Copies only the first element and some of the second of the first call."""
+
+        calls = 0
+
+        def _call(self, ours: NDArray[np.uint64], theirs: NDArray[np.uint64]) -> int:
+            self.calls += 1
+            if self.calls == 1:
+                cut = np.asarray([[ours[0, 0], 24]], np.uint64), np.asarray([[theirs[0, 0], 24]], np.uint64)
+                return super()._call(*cut)
+            return super()._call(ours, theirs)
+
+    source = np.arange(64, dtype=np.uint8)
+    target = np.zeros_like(source)
+    at = [0, 16, 32, 48]
+    reader = Partial(os.getpid())
+    reader.read(addresses(target, at), addresses(source, at), np.full(4, 16, np.uint64))
+    assert (target == source).all()
+    assert reader.calls == 4  # the rest of the second element, then the others
