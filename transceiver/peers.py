@@ -79,6 +79,7 @@ class Peer:
     timer: Timer | None = None
     pulls: dict[int, Pull] = field(default_factory=dict)
     parts: tuple[PagePart | None, ...] = ()
+    farewells: list[bytes] = field(default_factory=list)
     infos: dict[tuple[int, int], RegionInfo] = field(default_factory=dict)
     regions: dict[tuple[int, int], RemoteRegion] = field(default_factory=dict)
 
@@ -147,8 +148,8 @@ class PeerTable:
     def detach(self, pull: Pull) -> None:
         """Forget a settled pull."""
         peer = self._by_address.get(pull.ticket.address)
-        if peer is not None:
-            peer.pulls.pop(pull.pull_id, None)
+        if peer is not None and peer.pulls.pop(pull.pull_id, None) is not None:
+            peer.farewells += pull.farewell()  # cancelled while connecting: the holder is told when the link stands
         outcome = pull.future.result() if pull.future.done() else None
         if peer is not None and outcome is not None and outcome.transport:
             stats = self._ctx.stats.links.setdefault(pull.ticket.address, LinkStats(peer.worker_id, outcome.transport))
@@ -266,7 +267,10 @@ class PeerTable:
     def _connect_anew(self, peer: Peer) -> None:
         """This link cannot read from its peer: its pulls go on over another one."""
         pulls, peer.pulls = peer.pulls, {}
+        farewells, peer.farewells = peer.farewells, []
         self._close(peer, "connecting another way")
+        if farewells:
+            self._connect(peer.address).farewells = farewells
         for pull in pulls.values():
             self.attach(pull)
 
@@ -274,6 +278,8 @@ class PeerTable:
         peer.phase = _Phase.READY
         if peer.timer is not None:
             peer.timer.cancel()
+        while peer.farewells:
+            self._send(peer, peer.farewells.pop(0))
 
     def _check_regions(self, peer: Peer, layout: KvLayout, message: Welcome) -> None:
         infos = {(info.kind, info.group): info for info in message.regions}
@@ -356,10 +362,13 @@ class PeerTable:
             self._holder.on_lost(peer.link, reason)
 
     def _tell(self, peer: Peer, message: Message) -> None:
+        self._send(peer, encode(message))
+
+    def _send(self, peer: Peer, payload: bytes) -> None:
         try:
-            peer.link.send(encode(message))
+            peer.link.send(payload)
         except LinkClosedError as error:
-            _log.debug("%s not sent: %s", type(message).__name__, error)
+            _log.debug("a message to %s was not sent: %s", peer.link.peer, error)
 
     def close(self) -> None:
         """Forget every peer; the transport cuts the links."""

@@ -130,14 +130,29 @@ class Pull:
         self._peer = peer
         self._marks["connect"] = self._ctx.clock()
         groups = tuple(GroupRows(t.group, t.ordinals, t.valid_tokens) for t in self._tables)
-        request = PullRequest(
-            self.pull_id, self.ticket.transfer_id, self.ticket.token, *self._identity, int(self._ctx.config.verify),
-            int(self._timeout_s * 1000), groups,
-        )  # fmt: skip
         try:
-            peer.link.send(encode(request))
+            peer.link.send(encode(self._request(groups)))
         except LinkClosedError as error:
             self.fail(TransferStatus.FAILED, str(error))
+
+    def _request(self, groups: tuple[GroupRows, ...]) -> PullRequest:
+        return PullRequest(
+            self.pull_id,
+            self.ticket.transfer_id,
+            self.ticket.token,
+            *self._identity,
+            int(self._ctx.config.verify),
+            int(self._timeout_s * 1000),
+            groups,
+        )
+
+    def farewell(self) -> tuple[bytes, ...]:
+        """What the holder must still hear of a pull that ended before it could ask (nothing if it did ask)."""
+        if self._peer is not None:
+            return ()
+        outcome = self.future.result()
+        ack = Ack(self.pull_id, outcome.status.value, outcome.reason[:2000], 0, 0)
+        return encode(self._request(())), encode(ack)
 
     def on_refuse(self, message: Refuse) -> None:
         """The holder does not serve this pull."""

@@ -203,6 +203,21 @@ def test_a_receivers_cancel_reaches_the_holder() -> None:
         assert p.pull(p.publish("next")).future.result(5).status is DONE
 
 
+@pytest.mark.parametrize("way", ["cancel", "time-out"])
+def test_an_end_while_connecting_reaches_the_holder(way: str) -> None:
+    with pair() as p:
+        p.holder_faults.add(Fault(FaultKind.DELAY, "Challenge", seconds=0.3))
+        publication = p.publish()
+        pull = p.pull(publication, timeout_s=0.1 if way == "time-out" else 5.0)
+        if way == "cancel":
+            pull.cancel()
+        expected = CANCELLED if way == "cancel" else TIMED_OUT
+        assert pull.future.result(1).status is expected
+        pull.settled.result(1)
+        assert publication.future.result(2).status is expected
+        assert p.pull(p.publish("next")).future.result(5).status is DONE
+
+
 def test_a_holders_cancel_reaches_the_receiver() -> None:
     with pair() as p:
         idle = p.publish("idle")
