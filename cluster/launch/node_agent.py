@@ -99,6 +99,8 @@ class NodeAgent:
     def _run(self, order: dict[str, Any]) -> None:
         env = {key: value for key, value in os.environ.items() if key not in set(order["unset"])}
         env.update(order["env"])
+        # as in an activated virtual environment: `python` and `kvferry` are those that run this agent
+        env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", os.defpath)])
         number = int(order["id"])
         try:
             with Path(order["log"]).open("ab") as log, self._lock:

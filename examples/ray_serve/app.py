@@ -1,7 +1,7 @@
-"""kvferry behind Ray Serve: `serve run examples.ray_serve.app:app` from the repository's root.
+"""kvferry behind Ray Serve: `serve run --working-dir . examples.ray_serve.app:app` from the repository's root.
 
 One Serve replica holds the frontend and the orchestrator; the workers are actors of the same Ray cluster, as with
-`kvferry serve`. KVFERRY_CONFIG names the cluster's YAML file (default: the defaults). Serve's own proxy listens.
+`kvferry serve`. KVFERRY_CONFIG in the runtime environment names the cluster's YAML file. Serve's own proxy listens.
 """
 
 from __future__ import annotations

@@ -124,3 +124,9 @@ def test_a_stranger_is_refused(tmp_path: Path) -> None:
         link = open_link("127.0.0.1", pool.port, b"secret", 5.0)
         link.close()
     pool.stop(0.1)
+
+
+def test_python_is_the_agents_own(pool: NodePool, tmp_path: Path) -> None:
+    process = pool.run("a", ["python", "-c", "import sys; print(sys.prefix)"], log=tmp_path / "log")
+    assert process.wait(10)
+    assert process.tail() == sys.prefix
