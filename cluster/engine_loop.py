@@ -46,6 +46,7 @@ class EngineLoop:
         self.scheduler = scheduler
         self.fatal: str | None = None  # why the loop ended for good; the worker must be replaced
         self.busy_s = 0.0
+        self._step_started: float | None = None
         self._deliver = deliver
         self._clock = clock
         self._wake = threading.Event()
@@ -76,16 +77,28 @@ class EngineLoop:
         """Have the loop look for work now (after pages were given back, for instance)."""
         self._wake.set()
 
-    def close(self, timeout_s: float = 30.0) -> None:
-        """Stop after the current step and close every open cache. Idempotent."""
+    @property
+    def step_s(self) -> float:
+        """How long the forward pass that is running now has taken so far; 0 between passes."""
+        started = self._step_started
+        return 0.0 if started is None else self._clock() - started
+
+    def close(self, timeout_s: float = 30.0) -> bool:
+        """Stop after the current step and close every open cache. Idempotent.
+
+        False when the step did not end in time: the model may still touch the pages, nothing was closed.
+        """
         self._stopping = True
         self.wake()
         if self._thread.is_alive():
             self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                return False
         if self.fatal is None and self.manager.poison_reason is None:
             with self.lock:
                 for sequence in self.scheduler.sequences():
                     sequence.close_cache()
+        return True
 
     def _run(self) -> None:
         try:
@@ -107,16 +120,18 @@ class EngineLoop:
             self._deliver(events)
         if step is None:
             return False
-        started = self._clock()
+        started = self._step_started = self._clock()
         try:
             sampled = self.runner.execute(step.plan)
         except Exception as error:  # the sequences of this step fail; the engine goes on with the others
             log.exception("the model failed in a step of %d sequences", len(step.sequences))
+            self._step_started = None
             with self.lock:
                 self.scheduler.fail(step, f"the model failed: {type(error).__name__}: {error}")
                 events = self.scheduler.drain_events()
         else:
             self.busy_s += self._clock() - started
+            self._step_started = None
             with self.lock:
                 self.scheduler.apply(step, sampled)
                 events = self.scheduler.drain_events()

@@ -16,12 +16,13 @@ __all__ = ["Fleet"]
 log = logging.getLogger(__name__)
 
 _RESTART_POLL_S = 0.2
+_RESTART_POLL_MAX_S = 5.0
 
 
 class Fleet:
     """Starts handles, watches them, restarts the lost ones through their channels.
 
-    recovery_s  how long a lost worker may take to come back before it is given up
+    recovery_s  how long one attempt to start a lost worker may take (loading its model included)
     """
 
     def __init__(self, handles: Iterable[WorkerHandle], *, recovery_s: float = 120.0) -> None:
@@ -50,7 +51,9 @@ class Fleet:
         for task in self._supervisors:
             task.cancel()
         await asyncio.gather(*self._supervisors, return_exceptions=True)
-        await asyncio.gather(*(handle.close() for handle in self.handles))
+        for result in await asyncio.gather(*(handle.close() for handle in self.handles), return_exceptions=True):
+            if isinstance(result, Exception):
+                log.warning("a worker did not close: %r", result)
 
     def ready(self, role: WorkerRole) -> list[WorkerHandle]:
         """Workers of a role that can take a request now."""
@@ -62,9 +65,9 @@ class Fleet:
 
     @property
     def serving(self) -> bool:
-        """Whether every role that exists has a ready worker."""
+        """Whether every role that exists has a ready worker, once all have been started."""
         roles = {handle.role for handle in self.handles}
-        return bool(roles) and all(self.ready(role) for role in roles)
+        return self.started and bool(roles) and all(self.ready(role) for role in roles)
 
     async def wait_ready(self, role: WorkerRole, timeout_s: float) -> Sequence[WorkerHandle]:
         """The ready workers of a role, waiting for one to come back. Raises NotReadyError after `timeout_s`."""
@@ -84,24 +87,32 @@ class Fleet:
         while True:
             await handle.lost.wait()
             await self._notify()
-            if not await self._bring_back(handle):
-                log.error("worker %s did not come back within %.0f s", handle.worker_id, self._recovery_s)
-                return
+            await self._bring_back(handle)
             await self._notify()
 
-    async def _bring_back(self, handle: WorkerHandle) -> bool:
+    async def _bring_back(self, handle: WorkerHandle) -> None:
+        """Try until the worker is back, ever more slowly; a worker is never given up."""
         started = time.monotonic()
-        while time.monotonic() - started < self._recovery_s:
+        pause, reported = _RESTART_POLL_S, False
+        while True:
             try:
-                await handle.start()
-            except ClusterError as error:  # its process is still being started, or cannot build its model yet
-                log.debug("worker %s is not back yet: %s", handle.worker_id, error.message)
-                await asyncio.sleep(_RESTART_POLL_S)
-                continue
-            handle.restarts += 1
-            log.warning("worker %s is back after %.1f s", handle.worker_id, time.monotonic() - started)
-            return True
-        return False
+                if handle.needs_kill:
+                    handle.needs_kill = False
+                    await handle.channel.kill()
+                await handle.make_reachable()
+                await asyncio.wait_for(handle.start(), self._recovery_s)
+                handle.restarts += 1
+                log.warning("worker %s is back after %.1f s", handle.worker_id, time.monotonic() - started)
+                return
+            except (ClusterError, TimeoutError) as error:  # its process is being started, or cannot build its model
+                log.debug("worker %s is not back yet: %s", handle.worker_id, error)
+            except Exception:
+                log.exception("bringing worker %s back failed", handle.worker_id)
+            if not reported and time.monotonic() - started > self._recovery_s:
+                reported = True
+                log.error("worker %s did not come back within %.0f s; trying on", handle.worker_id, self._recovery_s)
+            await asyncio.sleep(pause)
+            pause = min(_RESTART_POLL_MAX_S, pause * 1.2)
 
     async def _notify(self) -> None:
         async with self._changed:

@@ -7,28 +7,25 @@ copies) or `ucx` (real transport to oneself).
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import AsyncIterator, Mapping
 
+from cluster.channel import LocalChannel
 from cluster.config import ClusterConfig
 from cluster.fleet import Fleet
 from cluster.orchestrator import Orchestrator
-from cluster.routing import make_router
-from cluster.worker_handle import LocalChannel, WorkerHandle
-from cluster.worker_plan import WORKER_CLASS, cluster_secret, orchestrator_settings, plan_workers
+from cluster.worker import WorkerSpec
+from cluster.worker_handle import WorkerHandle
+from cluster.worker_plan import WORKER_CLASS, cluster_secret, make_orchestrator, plan_workers
 from transceiver.testing import FaultInjector
 
-__all__ = ["local_cluster", "make_orchestrator"]
+__all__ = ["local_cluster", "local_handle"]
 
 
-def make_orchestrator(config: ClusterConfig, fleet: Fleet) -> Orchestrator:
-    """An orchestrator with the configuration's routers and limits over a fleet."""
-    tokens_per_block = config.kv_cache_config.tokens_per_block
-    return Orchestrator(
-        fleet,
-        make_router(config.context_servers.router, tokens_per_block=tokens_per_block),
-        make_router(config.generation_servers.router, tokens_per_block=tokens_per_block),
-        orchestrator_settings(config),
-    )
+def local_handle(spec: WorkerSpec, faults: FaultInjector | None = None) -> WorkerHandle:
+    """A handle on a worker in this process."""
+    make = functools.partial(WORKER_CLASS[spec.role], spec, faults=faults)
+    return WorkerHandle(spec.worker_id, spec.role, LocalChannel(make))
 
 
 @contextlib.asynccontextmanager
@@ -41,9 +38,7 @@ async def local_cluster(
     """
     faults = faults or {}
     handles = [
-        WorkerHandle(
-            spec.worker_id, spec.role, LocalChannel(WORKER_CLASS[spec.role](spec, faults=faults.get(spec.worker_id)))
-        )
+        local_handle(spec, faults.get(spec.worker_id))
         for spec in plan_workers(config, aggregated=aggregated, secret=cluster_secret())
     ]
     orchestrator = make_orchestrator(config, Fleet(handles))

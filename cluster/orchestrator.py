@@ -10,8 +10,10 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -32,8 +34,8 @@ from cluster.serve_metrics import ServeMetrics
 from cluster.serve_request import ServeRequest, TurnRecord
 from cluster.serve_stream import ServeStream
 from cluster.turns import Turns
-from cluster.worker import AdmissionStatus, TurnHandoff, WorkerRole, WorkerStats
-from cluster.worker_handle import WorkerHandle, WorkerState
+from cluster.worker import Admission, AdmissionStatus, TurnHandoff, WorkerRole, WorkerStats
+from cluster.worker_handle import WorkerHandle
 from transceiver import GrantTicket
 
 __all__ = ["Orchestrator", "OrchestratorSettings"]
@@ -66,12 +68,13 @@ class Orchestrator:
         self.settings = settings
         self.metrics = ServeMetrics()
         self.turns = Turns(self.metrics)
-        self.in_flight = 0
         self._routers = {WorkerRole.CONTEXT: context_router, WorkerRole.GENERATION: generation_router}
         self._routers[WorkerRole.AGGREGATED] = generation_router
         self._sequence = itertools.count()
         self._aggregated = bool(fleet.of_role(WorkerRole.AGGREGATED))
         self._streams: set[asyncio.Task[None]] = set()
+        self._chores: set[asyncio.Task[None]] = set()
+        self._incarnations: dict[str, str] = {}
 
     @property
     def ready(self) -> bool:
@@ -104,8 +107,12 @@ class Orchestrator:
         task.add_done_callback(self._streams.discard)
         return stream
 
+    @property
+    def in_flight(self) -> int:
+        """Requests being served."""
+        return len(self._streams)
+
     async def _serve(self, request: ServeRequest, stream: ServeStream) -> None:
-        self.in_flight += 1
         try:
             await self._serve_with_retries(request, stream)
         except ClusterError as error:
@@ -117,7 +124,6 @@ class Orchestrator:
             log.exception("request %s failed", request.request_id)
             stream.fail(EngineFailedError(f"internal error: {type(error).__name__}"))
         finally:
-            self.in_flight -= 1
             record = TurnRecord(request.request_id, request.conversation_id, stream.finish_reason, stream.usage)
             self.metrics.request_ended(record)
             if stream.finish_reason in (FinishReason.ERROR, FinishReason.CANCELLED):
@@ -129,6 +135,9 @@ class Orchestrator:
                 await self._attempt(request, stream)
                 return
             except (WorkerLostError, TransferFailedError) as error:
+                if stream.stop_requested:  # the client has its answer; only the turn's reuse is lost
+                    stream.finish(FinishReason.STOP)
+                    return
                 if attempt >= self.settings.max_retries:
                     raise
                 log.warning("request %s is tried again: %s", request.request_id, error.message)
@@ -194,22 +203,10 @@ class Orchestrator:
         stream.note(gen_worker=generation.worker_id)
         generation.open_stream(request_id)
         try:
-            with self.metrics.handoff.time():
-                admission = await generation.generate(engine_request, ticket)
-            if admission.status is AdmissionStatus.TRANSFER_FAILED:
-                reason = admission.transfer.reason if admission.transfer else "unknown"
-                self.metrics.transfer_failures.labels("ctx_to_gen").inc()
-                raise TransferFailedError(f"{generation.worker_id} could not fetch the prompt's KV: {reason}")
+            started = time.monotonic()
+            admission = await generation.generate(engine_request, ticket)
             if ticket is not None:
-                moved = admission.transfer
-                stream.note(
-                    gen_cached_tokens=min(admission.cached_tokens, len(request.prompt_ids)),
-                    transferred_tokens=admission.transferred_tokens,
-                    repaired_tokens=admission.repaired_tokens,
-                    ctx_to_gen_blocks=moved.blocks if moved else 0,
-                    ctx_to_gen_bytes=moved.bytes if moved else 0,
-                    transport=moved.transport if moved else None,
-                )
+                self._note_transfer(request, stream, generation, admission, time.monotonic() - started)
             stream.on_stop(lambda: generation.stop(request_id))
             if stream.stop_requested:
                 await generation.stop(request_id)
@@ -220,6 +217,32 @@ class Orchestrator:
         finally:
             stream.on_stop(None)
             generation.close_stream(request_id)
+
+    def _note_transfer(
+        self,
+        request: ServeRequest,
+        stream: ServeStream,
+        generation: WorkerHandle,
+        admission: Admission,
+        seconds: float,
+    ) -> None:
+        """Enter a hand-off into the request's usage. Raises TransferFailedError when the KV did not arrive."""
+        usage, moved = stream.usage, admission.transfer
+        prompt_tokens = len(request.prompt_ids)  # a retry also moves the tokens that the client has: not the prompt's
+        cached = min(admission.cached_tokens, prompt_tokens)
+        stream.note(
+            gen_cached_tokens=cached,
+            transferred_tokens=min(admission.transferred_tokens, prompt_tokens - cached),
+            repaired_tokens=admission.repaired_tokens,
+            ctx_to_gen_blocks=usage.ctx_to_gen_blocks + (moved.blocks if moved else 0),
+            ctx_to_gen_bytes=usage.ctx_to_gen_bytes + (moved.bytes if moved else 0),
+            transport=moved.transport if moved else None,
+        )
+        if admission.status is AdmissionStatus.TRANSFER_FAILED:
+            self.metrics.transfer_failures.labels("ctx_to_gen").inc()
+            reason = moved.reason if moved else "unknown"
+            raise TransferFailedError(f"{generation.worker_id} could not fetch the prompt's KV: {reason}")
+        self.metrics.handoff.observe(seconds)
 
     async def _relay(
         self,
@@ -240,6 +263,7 @@ class Orchestrator:
                 cached = min(delta.cached_tokens or 0, prompt_tokens)
                 stream.note(ctx_cached_tokens=cached, recomputed_tokens=prompt_tokens - cached)
                 self.metrics.prefills.labels("local").inc()
+                context = self._context_for_turn(request)
             self._close_turn(request, stream, engine_request, context, generation, delta.ticket, delta.finish_reason)
 
     def _close_turn(
@@ -261,30 +285,47 @@ class Orchestrator:
             cache_salt=request.cache_salt,
             token_ids=np.concatenate([request.prompt_ids, np.asarray(stream.token_ids, np.int32)]),
             ticket=ticket,
+            prompt_tokens=len(request.prompt_ids),
         )
         route = RouteRequest(turn.token_ids, request.conversation_id, request.cache_salt)
         if stream.usage.gen_worker is not None:
             self._routers[WorkerRole.GENERATION].record(route, stream.usage.gen_worker)
-        if context is None:
-            self.turns.keep(record)
-        else:
+        if context is not None:
             self._routers[WorkerRole.CONTEXT].record(route, context.worker_id)
             self.turns.close(context, generation, turn, record)
+            return
+        self.turns.keep(record)
+        if ticket is not None and generation is not None:  # nobody will fetch it
+            self._spawn(_release(generation, turn.request_id))
+
+    def _context_for_turn(self, request: ServeRequest) -> WorkerHandle | None:
+        """Who keeps the turn of a request that no context worker has seen; None when there is none."""
+        candidates = self.fleet.ready(WorkerRole.CONTEXT)
+        if not candidates:
+            return None
+        return self._choose(WorkerRole.CONTEXT, request, candidates)
 
     @contextlib.asynccontextmanager
     async def _worker(self, role: WorkerRole, request: ServeRequest) -> AsyncIterator[WorkerHandle]:
         """A ready worker of a role, counted as busy while in use; waits for one to come back if none is up."""
-        candidates = await self.fleet.wait_ready(role, self.settings.recovery_s)
-        route = RouteRequest(request.prompt_ids, request.conversation_id, request.cache_salt)
-        chosen = self._routers[role].choose(route, candidates)
-        worker = next(handle for handle in candidates if handle.worker_id == chosen.worker_id)
+        worker = self._choose(role, request, await self.fleet.wait_ready(role, self.settings.recovery_s))
         worker.active_requests += 1
         try:
             yield worker
         finally:
             worker.active_requests -= 1
-            if worker.state is WorkerState.LOST:
-                self._routers[role].remove_worker(worker.worker_id)
+
+    def _choose(self, role: WorkerRole, request: ServeRequest, candidates: Sequence[WorkerHandle]) -> WorkerHandle:
+        router = self._routers[role]
+        for handle in candidates:
+            incarnation = handle.info.incarnation if handle.info is not None else ""
+            if self._incarnations.setdefault(handle.worker_id, incarnation) != incarnation:
+                self._incarnations[handle.worker_id] = incarnation
+                router.remove_worker(handle.worker_id)  # it came back with an empty cache
+        chosen = router.choose(
+            RouteRequest(request.prompt_ids, request.conversation_id, request.cache_salt), candidates
+        )
+        return next(handle for handle in candidates if handle.worker_id == chosen.worker_id)
 
     async def _prefers_local_prefill(self, generation: WorkerHandle, request: ServeRequest) -> bool:
         """Conditional disaggregation: the generation side has most of the prompt, the rest is short."""
@@ -325,9 +366,9 @@ class Orchestrator:
         """How a request was served, waiting up to `wait_s` for its back-flow. None = unknown or forgotten."""
         return await self.turns.record(request_id, wait_s)
 
-    async def end_conversation(self, conversation_id: str) -> None:
+    async def end_conversation(self, conversation_id: str, cache_salt: str | None = None) -> None:
         """Forget a conversation's retained turns on every worker."""
-        await self._on_every_worker("end_conversation", conversation_id)
+        await self._on_every_worker("end_conversation", conversation_id, cache_salt)
 
     async def reset_prefix_cache(self) -> None:
         """Drop all cached blocks that nobody uses, on every worker."""
@@ -341,10 +382,24 @@ class Orchestrator:
 
     async def _on_every_worker(self, method: str, *args: object) -> None:
         ready = [handle for role in WorkerRole for handle in self.fleet.ready(role)]
-        await asyncio.gather(*(getattr(handle, method)(*args) for handle in ready))
+        results = await asyncio.gather(*(getattr(handle, method)(*args) for handle in ready), return_exceptions=True)
+        for handle, result in zip(ready, results, strict=True):
+            if isinstance(result, Exception):
+                log.warning("%s on %s: %s", method, handle.worker_id, result)
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(coroutine)
+        self._chores.add(task)
+        task.add_done_callback(self._chores.discard)
 
 
 async def _give_up(worker: WorkerHandle, request_id: str) -> None:
     """Abort a request on a worker even while this task is being cancelled."""
     with contextlib.suppress(ClusterError, TimeoutError):
         await asyncio.shield(asyncio.wait_for(worker.abort(request_id), 5.0))
+
+
+async def _release(worker: WorkerHandle, request_id: str) -> None:
+    """Withdraw a grant that nobody will use."""
+    with contextlib.suppress(ClusterError):
+        await worker.release(request_id)

@@ -7,7 +7,7 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from cluster.errors import ClusterError, EngineFailedError, WorkerLostError
 
@@ -28,13 +28,13 @@ class RayChannel:
     async def call(self, method: str, *args: Any) -> Any:
         try:
             return await getattr(self._actor, method).remote(*args)
-        except RayActorError as error:
-            log.debug("%s: %s", method, error)
-            raise WorkerLostError(_what_happened(error)) from error
         except RayTaskError as error:
             if isinstance(error.cause, ClusterError):
                 raise error.cause from None
             raise EngineFailedError(f"{method} failed: {type(error.cause).__name__}: {error.cause}") from error
+        except RayError as error:
+            log.debug("%s: %s", method, error)
+            raise WorkerLostError(_what_happened(error)) from error
 
     async def kill(self) -> None:
         ray.kill(self._actor, no_restart=False)
@@ -43,7 +43,7 @@ class RayChannel:
         ray.kill(self._actor, no_restart=True)
 
 
-def _what_happened(error: RayActorError) -> str:
+def _what_happened(error: RayError) -> str:
     """One line: why an actor could not be created, or that its process is gone."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if lines and "creation" in lines[0].lower():

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["EngineRequest", "FinishReason", "SamplingParams"]
+__all__ = ["EngineRequest", "FinishReason", "SamplingParams", "conversation_key"]
 
 
 class FinishReason(StrEnum):
@@ -54,3 +55,10 @@ class EngineRequest:
     conversation_id: str | None = None
     cache_salt: str | None = None
     first_token_ids: tuple[int, ...] = ()
+
+
+def conversation_key(conversation_id: str | None, cache_salt: str | None) -> str | None:
+    """What a conversation is called inside: equal ids of two tenants (salts) are two conversations."""
+    if conversation_id is None or cache_salt is None:
+        return conversation_id
+    return f"{hashlib.sha256(cache_salt.encode()).hexdigest()}:{conversation_id}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.request import EngineRequest, FinishReason
+from cluster.request import EngineRequest, FinishReason, conversation_key
 from kvcache import KvCacheManager, ReuseScope, SequenceCache
 
 __all__ = ["Sequence"]
@@ -37,7 +37,9 @@ class Sequence:
         self.num_prompt_tokens = len(known) - 1 if cache is not None else len(known)
         self.num_reused_tokens: int | None = cache.num_reused_tokens if cache is not None else None
         self.stop_requested: FinishReason | None = None
-        self._eos = eos_token_ids | frozenset(request.sampling.stop_token_ids)
+        self._ends = frozenset(request.sampling.stop_token_ids)
+        if not request.sampling.ignore_eos:
+            self._ends |= eos_token_ids
         self._max_position = max_position
         self._decode_limit = decode_limit
         self._tokens = np.empty(max(2 * len(known), 64), np.int32)
@@ -79,7 +81,7 @@ class Sequence:
     def finish_reason(self) -> FinishReason | None:
         """Why the sequence ends with its newest token, or None when it goes on."""
         sampling = self.request.sampling
-        if int(self._tokens[self.num_tokens - 1]) in self._eos and not sampling.ignore_eos:
+        if int(self._tokens[self.num_tokens - 1]) in self._ends:
             return FinishReason.STOP
         if self.num_outputs >= sampling.max_tokens or self.num_tokens >= self._max_position:
             return FinishReason.LENGTH
@@ -93,7 +95,7 @@ class Sequence:
             self.request_id,
             self.token_ids(),
             scope=ReuseScope(cache_salt=self.request.cache_salt),
-            conversation_id=self.request.conversation_id,
+            conversation_id=conversation_key(self.request.conversation_id, self.request.cache_salt),
         )
 
     def note_reuse(self) -> None:

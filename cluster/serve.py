@@ -24,10 +24,10 @@ from cluster.descendants import adopt_orphans, end_descendants
 from cluster.engine import describe_model, load_tokenizer
 from cluster.errors import ClusterError, StartupError
 from cluster.frontend import create_app
-from cluster.local_cluster import make_orchestrator
 from cluster.log import configure_logging
 from cluster.metrics import metrics_text
 from cluster.orchestrator import Orchestrator
+from cluster.worker_plan import make_orchestrator
 
 __all__ = ["RunningCluster", "run_server", "running_cluster"]
 

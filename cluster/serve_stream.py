@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
@@ -32,6 +33,7 @@ class ServeStream:
         self.finish_reason: FinishReason | None = None
         self.usage = RequestUsage(prompt_tokens=len(request.prompt_ids))
         self.stop_requested = False
+        self._keep_tokens: int | None = None
         self._clock = clock
         self._started = self._last_emit = clock()
         self._observe_token_s = observe_token_s
@@ -51,15 +53,16 @@ class ServeStream:
     async def stop(self, keep_tokens: int | None = None) -> None:
         """End the answer now, as after a stop string; the turn is kept with everything computed so far.
 
-        keep_tokens  answer tokens that the client sees, for `usage.completion_tokens`. Waits until the end is known.
+        keep_tokens  answer tokens that the client sees, for `usage.completion_tokens`. Waits until the end is known,
+        which it soon is: an answer that is complete is never tried again. Raises nothing.
         """
         self.stop_requested = True
+        self._keep_tokens = keep_tokens
         if self._on_stop is not None:
-            await self._on_stop()
+            with contextlib.suppress(ClusterError):  # its worker died: the serving task learns it too
+                await self._on_stop()
         if self._task is not None:
             await asyncio.wait({self._task})
-        if keep_tokens is not None:
-            self.usage = replace(self.usage, completion_tokens=keep_tokens)
 
     async def cancel(self) -> None:
         """Give the request up on every worker; nothing more of it is kept. Idempotent. Waits for the clean-up."""
@@ -100,7 +103,8 @@ class ServeStream:
     def finish(self, reason: FinishReason) -> None:
         """The last token was emitted."""
         self.finish_reason = reason
-        self.note(completion_tokens=len(self.token_ids), e2e_s=self._clock() - self._started)
+        kept = len(self.token_ids) if self._keep_tokens is None else self._keep_tokens
+        self.note(completion_tokens=kept, e2e_s=self._clock() - self._started)
         self._items.put_nowait(None)
 
     def fail(self, error: ClusterError) -> None:

@@ -106,9 +106,11 @@ class Turns:
         except ClusterError as error:  # the turn is served; only its reuse is lost, and the record says so
             log.warning("the context side could not close turn %s: %s", turn.request_id, error.message)
             record = replace(record, backflow="failed", backflow_reason=error.message)
-            if generation is not None:
-                with contextlib.suppress(ClusterError):
-                    await generation.release(turn.request_id)
+            await _let_go(generation, turn)
+        except Exception as error:
+            log.exception("closing turn %s failed", turn.request_id)
+            record = replace(record, backflow="failed", backflow_reason=type(error).__name__)
+            await _let_go(generation, turn)
         finally:
             self._metrics.turn_closed(record)
             self.keep(record)
@@ -118,9 +120,16 @@ class Turns:
                 settled.set()
 
 
+async def _let_go(generation: WorkerHandle | None, turn: TurnHandoff) -> None:
+    """The turn's grant will not be used."""
+    if generation is not None:
+        with contextlib.suppress(ClusterError):
+            await generation.release(turn.request_id)
+
+
 def _continues(prompt_ids: NDArray[np.int32], cache_salt: str | None, turn: TurnHandoff) -> bool:
-    """Whether a prompt shares the turn's path so far that the turn's answer may be part of it."""
-    if cache_salt != turn.cache_salt:
+    """Whether a prompt goes on from the turn's answer, or from part of it."""
+    if cache_salt != turn.cache_salt or len(prompt_ids) <= turn.prompt_tokens:
         return False
     shared = min(len(prompt_ids), len(turn.token_ids) - 1)
     return bool(np.array_equal(prompt_ids[:shared], turn.token_ids[:shared]))

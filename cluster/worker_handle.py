@@ -1,20 +1,22 @@
 """The orchestrator's view of one worker: typed calls, its state and load, and the streams of its outputs.
 
-How a call reaches the worker (an actor call, or a plain method call in tests) is the channel's business.
+How a call reaches the worker is the channel's business.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.errors import EngineFailedError, WorkerLostError
+from cluster.channel import WorkerChannel
+from cluster.errors import ClusterError, EngineBrokenError, WorkerLostError
 from cluster.request import EngineRequest
 from cluster.worker import (
     Admission,
@@ -28,43 +30,12 @@ from cluster.worker import (
 )
 from transceiver import GrantTicket
 
-__all__ = ["LocalChannel", "WorkerChannel", "WorkerHandle", "WorkerState"]
+__all__ = ["WorkerHandle", "WorkerState"]
 
 log = logging.getLogger(__name__)
 
 _WATCH_S = 5.0
-
-
-class WorkerChannel(Protocol):
-    """Carries calls to a worker."""
-
-    async def call(self, method: str, *args: Any) -> Any:
-        """Call a method of the worker. Raises WorkerLostError when its process is gone, and what the method raises."""
-        ...
-
-    async def kill(self) -> None:
-        """End the worker's process now, so that it is started anew where the channel restarts processes."""
-        ...
-
-    async def end(self) -> None:
-        """End the worker's process for good. Idempotent."""
-        ...
-
-
-class LocalChannel:
-    """A worker in this very process (tests, single-process examples)."""
-
-    def __init__(self, worker: Any) -> None:
-        self._worker = worker
-
-    async def call(self, method: str, *args: Any) -> Any:
-        return await getattr(self._worker, method)(*args)
-
-    async def kill(self) -> None:
-        await self._worker.close()
-
-    async def end(self) -> None:
-        await self._worker.close()
+_ANSWER_S = 20.0  # a live process answers a trivial call within that, also on a busy machine
 
 
 class WorkerState(StrEnum):
@@ -72,15 +43,14 @@ class WorkerState(StrEnum):
 
     STARTING = "starting"
     READY = "ready"
-    DRAINING = "draining"
     LOST = "lost"
 
 
 class WorkerHandle:
     """One worker. Use it on one event loop.
 
-    `active_requests` is what the routers balance. Streams registered with `open_stream` end with WorkerLostError the
-    moment the worker is known to be dead.
+    `active_requests` is what the routers balance; `needs_kill`: the process lives but must not be used again.
+    Streams registered with `open_stream` end with WorkerLostError the moment the worker is known to be dead.
     """
 
     def __init__(self, worker_id: str, role: WorkerRole, channel: WorkerChannel) -> None:
@@ -94,21 +64,35 @@ class WorkerHandle:
         self.lost = asyncio.Event()
         self._streams: dict[str, asyncio.Queue[OutputDelta | WorkerLostError]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._replacing = False
+        self.needs_kill = False
+        self._epoch = 0
 
     async def start(self) -> WorkerInfo:
-        """Start (or start again) the worker and the tasks that watch it and collect its outputs."""
+        """Start the worker, or take it over again, and the tasks that watch it and collect its outputs.
+
+        Raises WorkerLostError, StartupError. What an earlier session of this handle asked of it is given up.
+        """
         info: WorkerInfo = await self.channel.call("start")
+        session: int = await self.channel.call("attach")
         self.info = info
+        self._epoch += 1
         self.lost.clear()
         self.state = WorkerState.READY
         self._spawn(self._watch())
         if self.role is not WorkerRole.CONTEXT:
-            self._spawn(self._collect())
+            self._spawn(self._collect(session))
         return info
 
+    async def make_reachable(self) -> None:
+        """Make sure that a process answers: one that lives but does not answer is killed. Raises WorkerLostError."""
+        try:
+            await asyncio.wait_for(self.channel.call("identity"), _ANSWER_S)
+        except TimeoutError:
+            await self.channel.kill()
+            raise WorkerLostError("its process did not answer and was killed") from None
+
     def mark_lost(self, reason: str) -> None:
-        """The process is gone: end every stream of it. Idempotent."""
+        """The process is gone or cannot be trusted: end every stream of it. Idempotent."""
         if self.state is WorkerState.LOST:
             return
         log.warning("worker %s is lost: %s", self.worker_id, reason)
@@ -119,14 +103,15 @@ class WorkerHandle:
         self.lost.set()
 
     async def close(self) -> None:
-        """Stop the tasks and close the worker. Never raises for a worker that is gone already."""
+        """Stop the tasks and end the worker. Never raises for a worker that is gone or broken already."""
         self._stop_tasks()
         self.state = WorkerState.LOST
         try:
             await asyncio.wait_for(self.channel.call("close"), 30)
-        except (WorkerLostError, TimeoutError) as error:
-            log.info("worker %s was gone before it could be closed: %s", self.worker_id, error)
-        await self.channel.end()
+        except (ClusterError, TimeoutError) as error:
+            log.info("worker %s could not be closed in order: %s", self.worker_id, error)
+        finally:
+            await self.channel.end()
 
     # --- calls ---
 
@@ -155,8 +140,8 @@ class WorkerHandle:
         result: int = await self._call("probe", token_ids, cache_salt)
         return result
 
-    async def end_conversation(self, conversation_id: str) -> None:
-        await self._call("end_conversation", conversation_id)
+    async def end_conversation(self, conversation_id: str, cache_salt: str | None = None) -> None:
+        await self._call("end_conversation", conversation_id, cache_salt)
 
     async def reset_prefix_cache(self) -> None:
         await self._call("reset_prefix_cache")
@@ -165,14 +150,16 @@ class WorkerHandle:
         await self._call("check_integrity")
 
     async def stats(self) -> WorkerStats:
-        result: WorkerStats = await self._call("stats")
+        result: WorkerStats = await asyncio.wait_for(self._call("stats"), _ANSWER_S)
         return result
 
     async def _call(self, method: str, *args: Any) -> Any:
+        epoch = self._epoch
         try:
             return await self.channel.call(method, *args)
         except WorkerLostError as error:
-            self.mark_lost(error.message)
+            if epoch == self._epoch:  # an older incarnation's death says nothing of this one
+                self.mark_lost(error.message)
             raise WorkerLostError(f"{self.worker_id} was lost during {method}: {error.message}") from error
         except Exception:
             self._spawn(self._examine())
@@ -180,12 +167,8 @@ class WorkerHandle:
 
     async def _examine(self) -> None:
         """After a failed call: is the worker itself still sound?"""
-        try:
-            await self.channel.call("ping")
-        except WorkerLostError as error:
-            self.mark_lost(error.message)
-        except EngineFailedError as error:
-            await self._replace(error.message)
+        with self._verdict():
+            await asyncio.wait_for(self.channel.call("ping"), _ANSWER_S)
 
     # --- outputs ---
 
@@ -208,37 +191,40 @@ class WorkerHandle:
             if item.finish_reason is not None:
                 return
 
-    async def _collect(self) -> None:
+    async def _collect(self, session: int) -> None:
         """Pass outputs on until the worker is lost. One call is always under way, so a death shows at once."""
-        try:
+        with self._verdict():
             while True:
-                for delta in await self.channel.call("drain_outputs", _WATCH_S):
+                call = self.channel.call("drain_outputs", session, _WATCH_S)
+                for delta in await asyncio.wait_for(call, _WATCH_S + _ANSWER_S):
                     queue = self._streams.get(delta.request_id)
                     if queue is not None:
                         queue.put_nowait(delta)
-        except WorkerLostError as error:
-            self.mark_lost(error.message)
-        except EngineFailedError as error:
-            await self._replace(error.message)
 
     async def _watch(self) -> None:
-        try:
+        with self._verdict():
             while True:
-                await self.channel.call("watch", _WATCH_S)
-        except WorkerLostError as error:
-            self.mark_lost(error.message)
-        except EngineFailedError as error:
-            await self._replace(error.message)
+                await asyncio.wait_for(self.channel.call("watch", _WATCH_S), _WATCH_S + _ANSWER_S)
 
-    async def _replace(self, reason: str) -> None:
-        """The engine inside is broken for good: end the process, its supervisor starts another one."""
-        if self._replacing or self.state is WorkerState.LOST:
-            return
-        self._replacing = True
+    @contextlib.contextmanager
+    def _verdict(self) -> Iterator[None]:
+        """Whatever ends a watching task unexpectedly, the worker is not usable: silence would hang every stream."""
+        epoch = self._epoch
         try:
-            await self.channel.kill()
-        finally:
-            self._replacing = False
+            yield
+        except WorkerLostError as error:
+            reason, kill = error.message, False
+        except EngineBrokenError as error:
+            reason, kill = error.message, True
+        except TimeoutError:
+            reason, kill = "it does not answer", True
+        except Exception as error:
+            log.exception("worker %s: an unexpected answer", self.worker_id)
+            reason, kill = f"{type(error).__name__}: {error}", True
+        else:
+            return
+        if epoch == self._epoch:
+            self.needs_kill = kill
             self.mark_lost(reason)
 
     def _stop_tasks(self) -> None:

@@ -1,4 +1,4 @@
-"""Which workers a configuration asks for, as the specs to build them from. Pure: starts nothing."""
+"""What a configuration asks for: the specs of its workers, and an orchestrator over them. Starts nothing."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import secrets
 from dataclasses import replace
 
 from cluster.config import ClusterConfig, ServerSectionConfig
-from cluster.orchestrator import OrchestratorSettings
+from cluster.fleet import Fleet
+from cluster.orchestrator import Orchestrator, OrchestratorSettings
+from cluster.routing import make_router
 from cluster.worker import ContextWorker, GenerationWorker, WorkerRole, WorkerSpec
 
-__all__ = ["WORKER_CLASS", "cluster_secret", "orchestrator_settings", "plan_workers"]
+__all__ = ["WORKER_CLASS", "cluster_secret", "make_orchestrator", "plan_workers"]
 
 WORKER_CLASS: dict[WorkerRole, type[ContextWorker] | type[GenerationWorker]] = {
     WorkerRole.CONTEXT: ContextWorker,
@@ -64,12 +66,18 @@ def _spec(config: ClusterConfig, role: WorkerRole, section: ServerSectionConfig,
     )
 
 
-def orchestrator_settings(config: ClusterConfig) -> OrchestratorSettings:
-    """The orchestrator's limits."""
-    return OrchestratorSettings(
-        max_queued_requests=config.server.max_queued_requests,
-        max_retries=config.max_retries,
-        max_local_prefill_length=config.conditional_disagg_config.max_local_prefill_length,
+def make_orchestrator(config: ClusterConfig, fleet: Fleet) -> Orchestrator:
+    """An orchestrator with the configuration's routers and limits over a fleet."""
+    tokens_per_block = config.kv_cache_config.tokens_per_block
+    return Orchestrator(
+        fleet,
+        make_router(config.context_servers.router, tokens_per_block=tokens_per_block),
+        make_router(config.generation_servers.router, tokens_per_block=tokens_per_block),
+        OrchestratorSettings(
+            max_queued_requests=config.server.max_queued_requests,
+            max_retries=config.max_retries,
+            max_local_prefill_length=config.conditional_disagg_config.max_local_prefill_length,
+        ),
     )
 
 

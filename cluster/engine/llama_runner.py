@@ -19,7 +19,7 @@ from cluster.engine.llama_model import LlamaModel, StepRows
 from cluster.engine.model_description import ModelDescription
 from cluster.engine.model_runner import StepPlan
 from cluster.engine.plan_check import check_plan
-from cluster.engine.sampler import sample
+from cluster.engine.sampler import sample_plan
 from kvcache.layout import KvLayout
 from kvcache.storage.page_storage import PageStorage
 
@@ -97,22 +97,7 @@ class LlamaRunner:
 
     def execute(self, plan: StepPlan) -> list[int | None]:
         """See ModelRunner."""
-        tokens: list[int | None] = []
-        for sequence, logits in zip(plan.sequences, self.forward(plan), strict=True):
-            if logits is None or sequence.sampling is None:
-                tokens.append(None)
-                continue
-            position = sequence.start + len(sequence.token_ids)
-            tokens.append(
-                sample(
-                    logits,
-                    sequence.sampling,
-                    position,
-                    eos_token_ids=self.eos_token_ids,
-                    suppress_eos=sequence.suppress_eos,
-                )
-            )
-        return tokens
+        return sample_plan(plan, self.forward(plan), self.eos_token_ids)
 
     def forward(self, plan: StepPlan) -> list[NDArray[np.float32] | None]:
         """Write the KV of the step, return a row of logits (float32, vocab) for each sequence that samples."""

@@ -7,15 +7,16 @@ noise in the last bits of a logit then moves a border by that noise only, it nev
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cluster.engine.errors import EngineError
+from cluster.engine.model_runner import StepPlan
 from cluster.request import SamplingParams
 
-__all__ = ["sample", "token_probabilities", "uniform_draw"]
+__all__ = ["sample", "sample_plan", "token_probabilities", "uniform_draw"]
 
 _WORD = (1 << 64) - 1
 _STREAM = 0x6B76_6665_7272_7931  # second key word: keeps these draws apart from other uses of the same seed
@@ -78,3 +79,23 @@ def sample(
     cumulative = np.cumsum(token_probabilities(logits, sampling))
     target = uniform_draw(sampling.seed, position) * cumulative[-1]
     return int(np.searchsorted(cumulative, target, side="right"))
+
+
+def sample_plan(
+    plan: StepPlan, rows: Sequence[NDArray[np.float32] | None], eos_token_ids: frozenset[int]
+) -> list[int | None]:
+    """The next token of every sequence of a step, None where none is wanted. `rows` holds a row of logits a sequence.
+
+    Where a sequence must not end yet, neither an end-of-sequence token nor one of its stop tokens can come.
+    """
+    tokens: list[int | None] = []
+    for sequence, logits in zip(plan.sequences, rows, strict=True):
+        if logits is None or sequence.sampling is None:
+            tokens.append(None)
+            continue
+        position = sequence.start + len(sequence.token_ids)
+        ends = eos_token_ids.union(t for t in sequence.sampling.stop_token_ids if t < len(logits))
+        tokens.append(
+            sample(logits, sequence.sampling, position, eos_token_ids=ends, suppress_eos=sequence.suppress_eos)
+        )
+    return tokens

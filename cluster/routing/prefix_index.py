@@ -45,21 +45,26 @@ class PrefixIndex:
             workers = self._workers.get(key)
             if workers is None:
                 break
-            self._workers.move_to_end(key)
             alive = set(workers) if alive is None else alive & workers
             if not alive:
                 break
             for worker in alive:
                 depth[worker] = position
+        self._touch(keys[: max(depth.values(), default=0)])
         return depth
 
     def add(self, keys: list[bytes], worker_id: str) -> None:
         """Remember that a worker was sent this prefix."""
         for key in keys:
             self._workers.setdefault(key, set()).add(worker_id)
-            self._workers.move_to_end(key)
+        self._touch(keys)
         while len(self._workers) > self._max_blocks:
             self._workers.popitem(last=False)
+
+    def _touch(self, keys: list[bytes]) -> None:
+        """Used now. The root last: a chain is forgotten from its leaf, for a leaf without its root matches nothing."""
+        for key in reversed(keys):
+            self._workers.move_to_end(key)
 
     def remove_worker(self, worker_id: str) -> None:
         """A worker lost its cache."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 __all__ = ["BackflowEstimate", "BackflowPolicy"]
 
 _MIN_OBSERVATIONS = 16
+_PROBE_EVERY = 16
 _DECAY = 0.95  # weight of the past at each new pull: about the last twenty count
 
 
@@ -34,7 +35,7 @@ class BackflowPolicy:
     """Running estimates of one context worker. Not thread-safe: used on the worker's event loop."""
 
     def __init__(self) -> None:
-        self._pulls = 0
+        self._pulls = self._declined = 0
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
 
     def observe_pull(self, num_bytes: int, seconds: float) -> None:
@@ -58,6 +59,15 @@ class BackflowPolicy:
         if prefills >= _MIN_OBSERVATIONS and computed_tokens and busy_s > 0:
             compute_s = num_tokens * busy_s / computed_tokens
         return BackflowEstimate(self._pull_seconds(num_bytes), compute_s)
+
+    def declines(self, estimate: BackflowEstimate) -> bool:
+        """Whether to compute again instead. Every now and then a pull is made all the same: a link that was slow once
+        would never be measured again otherwise.
+        """
+        if estimate.worthwhile:
+            return False
+        self._declined += 1
+        return self._declined % _PROBE_EVERY != 0
 
     def _pull_seconds(self, num_bytes: int) -> float | None:
         """Least squares over the recent pulls: fixed cost and cost a byte, neither below zero."""

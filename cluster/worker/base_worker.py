@@ -22,20 +22,23 @@ from cluster.engine import load_runner, make_storage
 from cluster.engine_loop import EngineLoop
 from cluster.errors import EngineBrokenError, NotReadyError, StartupError
 from cluster.log import configure_logging
-from cluster.request import EngineRequest, FinishReason
+from cluster.request import EngineRequest, FinishReason, conversation_key
 from cluster.scheduler import Scheduler, SequenceEvent
 from cluster.sequence import Sequence
 from cluster.worker.kv_fetch import KvFetch
+from cluster.worker.live_requests import LiveRequests
 from cluster.worker.messages import WorkerInfo, WorkerRole, WorkerStats
 from cluster.worker.pool_size import pool_pages
 from cluster.worker.spec import WorkerSpec
-from kvcache import KvCacheManager, PagePin, PinLimitError, ReuseScope, SequenceCache
+from kvcache import BlockOrigin, KvCacheManager, PagePin, PinLimitError, ReuseScope, SequenceCache
 from transceiver import CacheTransceiver, GrantTicket, Publication, TransceiverError
 from transceiver.testing import FaultInjector
 
 __all__ = ["BaseWorker"]
 
 log = logging.getLogger(__name__)
+
+_STUCK_STEP_S = 300.0  # a forward pass that takes longer will never end: the device or the kernel hangs
 
 
 class BaseWorker:
@@ -50,6 +53,8 @@ class BaseWorker:
         self.incarnation = uuid.uuid4().hex
         self.repaired_blocks = 0
         self._info: WorkerInfo | None = None
+        self._live = LiveRequests()
+        self._session = 0
         self._publications: dict[str, Publication] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -77,7 +82,7 @@ class BaseWorker:
         num_pages = pool_pages(spec.kv_cache, runner.layout, memory_share=spec.memory_share)
         self.storage = make_storage(runner, num_pages)
         runner.bind(self.storage)
-        self.manager = KvCacheManager(runner.layout, spec.kv_cache, self.storage)
+        self.manager = KvCacheManager(runner.layout, spec.kv_cache, self.storage, worker_id=spec.worker_id)
         self.max_seq_len = min(spec.max_seq_len, runner.max_position)
         self.eos_token_ids = runner.eos_token_ids
         scheduler = Scheduler(
@@ -116,19 +121,38 @@ class BaseWorker:
             max_seq_len=self.max_seq_len,
         )
 
+    async def attach(self) -> int:
+        """An orchestrator takes the worker over, for the first time or after it lost sight of it.
+
+        Whatever was asked before is given up, and calls of the sessions before get no outputs any more. Returns the
+        new session's number, for `drain_outputs`.
+        """
+        self._session += 1
+        for request_id in {*self._live.ids(), *self._publications}:
+            await self.abort(request_id)
+        return self._session
+
     async def close(self) -> None:
-        """Stop the engine, end every grant, release memory and ports. Idempotent. Every step is tried."""
+        """Stop the engine, end every grant, release memory and ports. Idempotent. Every step is tried.
+
+        Memory that the model or a transfer may still touch is left to the end of the process.
+        """
         if self._info is None:
             return
         self._info = None
-        async with contextlib.AsyncExitStack() as steps:  # last pushed runs first
-            steps.callback(self.storage.close)
-            steps.push_async_callback(self._join_tasks)
-            if self.transceiver is not None:
-                steps.push_async_callback(asyncio.to_thread, self.transceiver.close)
-            for publication in list(self._publications.values()):
-                steps.callback(publication.cancel)
-            steps.push_async_callback(asyncio.to_thread, self.engine.close)
+        idle = await asyncio.to_thread(self.engine.close)
+        for publication in list(self._publications.values()):
+            publication.cancel()
+        if self.transceiver is not None:
+            try:
+                await asyncio.to_thread(self.transceiver.close)
+            except TransceiverError as error:
+                log.warning("%s: the transceiver did not close: %s", self.spec.worker_id, error)
+                idle = False
+        await self._join_tasks()
+        if idle:
+            self.manager.close()
+            self.storage.close()
 
     async def _join_tasks(self) -> None:
         if self._tasks:
@@ -136,8 +160,12 @@ class BaseWorker:
             for task in late:
                 task.cancel()
 
+    async def identity(self) -> str:
+        """The incarnation: a sign of life of the process, whatever state its engine is in."""
+        return self.incarnation
+
     async def ping(self) -> str:
-        """The incarnation, as a sign of life. Raises EngineBrokenError when the worker must be replaced."""
+        """The incarnation, as a sign of health. Raises EngineBrokenError when the worker must be replaced."""
         self._check_engine()
         return self.incarnation
 
@@ -153,6 +181,7 @@ class BaseWorker:
 
     async def abort(self, request_id: str) -> None:
         """End a request without publishing its turn, whatever it is doing. Unknown ids are ignored."""
+        self._live.abort(request_id)
         self.engine.request_stop(request_id, FinishReason.CANCELLED)
         await self.release(request_id)
 
@@ -162,10 +191,12 @@ class BaseWorker:
         if publication is not None:
             publication.cancel()
 
-    async def end_conversation(self, conversation_id: str) -> None:
+    async def end_conversation(self, conversation_id: str, cache_salt: str | None = None) -> None:
         """Forget which turns of a conversation are retained; their blocks become ordinary cached ones."""
+        key = conversation_key(conversation_id, cache_salt)
+        assert key is not None
         with self.engine.lock:
-            self.manager.end_conversation(conversation_id)
+            self.manager.end_conversation(key)
 
     async def reset_prefix_cache(self) -> None:
         """Drop every cached block that nobody uses now."""
@@ -241,17 +272,27 @@ class BaseWorker:
                 pin.release()
             self.engine.wake()
 
-    def _close_when_idle(self, cache: SequenceCache, fetch: KvFetch | None) -> None:
+    def _fetch(self, cache: SequenceCache, origin: BlockOrigin) -> KvFetch:
+        """A pull into `cache`, not begun yet."""
+        assert self.transceiver is not None
+        return KvFetch(self.engine, self.transceiver, cache, origin=origin)
+
+    def _close_when_idle(self, cache: SequenceCache, fetch: KvFetch) -> None:
         """Close a cache once no transfer can touch its pages any more; until then they stay quarantined."""
 
         async def close() -> None:
-            if fetch is not None:
-                await fetch.memory_idle()
+            await fetch.memory_idle()
             with self.engine.lock:
                 cache.close()
             self.engine.wake()
 
         self._spawn(close())
+
+    def _close_cache(self, sequence: Sequence) -> None:
+        """Give a sequence's pages back, unless the books are broken: then the whole worker is about to go."""
+        if self._broken is None:
+            with self.engine.lock:
+                sequence.close_cache()
 
     def _deliver(self, events: list[SequenceEvent]) -> None:
         """Called in the engine's thread: hand the events to the event loop."""
@@ -262,9 +303,16 @@ class BaseWorker:
         """Called on the event loop with what the engine did; each half decides what that means."""
         raise NotImplementedError
 
+    @property
+    def _broken(self) -> str | None:
+        """Why nothing that this worker holds can be trusted any more."""
+        if self.engine.step_s > _STUCK_STEP_S:
+            return f"a forward pass has not ended for {self.engine.step_s:.0f} s"
+        return self.engine.fatal or self.manager.poison_reason
+
     def _check_engine(self) -> None:
-        """Raises EngineBrokenError when nothing that this worker holds can be trusted any more."""
-        reason = self.engine.fatal or self.manager.poison_reason
+        """Raises EngineBrokenError when the worker must be replaced."""
+        reason = self._broken
         if reason is not None:
             raise EngineBrokenError(f"{self.spec.worker_id} must be replaced: {reason}")
 

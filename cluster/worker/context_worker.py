@@ -6,7 +6,7 @@ import asyncio
 import time
 
 from cluster.errors import EngineFailedError, PromptTooLongError
-from cluster.request import EngineRequest, FinishReason
+from cluster.request import EngineRequest, FinishReason, conversation_key
 from cluster.scheduler import SequenceEvent
 from cluster.sequence import Sequence
 from cluster.worker.backflow import BackflowPolicy
@@ -14,8 +14,8 @@ from cluster.worker.base_worker import BaseWorker
 from cluster.worker.kv_fetch import KvFetch
 from cluster.worker.messages import BackflowResult, PrefillResult, TurnHandoff
 from cluster.worker.spec import WorkerSpec
-from kvcache import NeverFitsError, OutOfPagesError, ReuseScope, SequenceCache
-from transceiver import BackflowMode, TransferOutcome, TransferStatus
+from kvcache import BlockOrigin, NeverFitsError, OutOfPagesError, ReuseScope, SequenceCache
+from transceiver import BackflowMode, GrantTicket, TransferOutcome, TransferStatus
 from transceiver.testing import FaultInjector
 
 __all__ = ["ContextWorker"]
@@ -38,28 +38,38 @@ class ContextWorker(BaseWorker):
         self._check_engine()
         started = time.monotonic()
         sequence = self._new_sequence(request, decode_limit=1)
-        event = await self._run(sequence)
-        reason = event.finish_reason
-        if reason not in (FinishReason.HANDOFF, FinishReason.STOP, FinishReason.LENGTH):
-            kind = PromptTooLongError if event.never_fits else EngineFailedError
-            raise kind(event.error or f"the prefill was {reason}")
+        self._live.begin(request.request_id)
+        try:
+            event = await self._run(sequence)
+            if event.finish_reason not in (FinishReason.HANDOFF, FinishReason.STOP, FinishReason.LENGTH):
+                kind = PromptTooLongError if event.never_fits else EngineFailedError
+                raise kind(event.error or f"the prefill was {event.finish_reason}")
+            ticket = self._finish_prefill(sequence, event.finish_reason)
+        finally:
+            self._live.end(request.request_id)
         prompt_tokens = sequence.num_tokens - 1
         cached = sequence.num_reused_tokens or 0
-        with self.engine.lock:
-            assert sequence.cache is not None
-            try:
-                granted = reason is FinishReason.HANDOFF
-                ticket = self._grant(request, sequence.cache, prompt_tokens) if granted else None
-            finally:
-                sequence.close_cache()
         return PrefillResult(
             token_id=int(sequence.token_ids(prompt_tokens)[0]),
-            finish_reason=reason,
+            finish_reason=event.finish_reason,
             cached_tokens=cached,
             recomputed_tokens=prompt_tokens - cached,
             ticket=ticket,
             seconds=time.monotonic() - started,
         )
+
+    def _finish_prefill(self, sequence: Sequence, reason: FinishReason) -> GrantTicket | None:
+        """Grant a computed prompt if somebody will fetch it; the sequence gives its own hold up."""
+        with self.engine.lock:
+            try:
+                if self._live.is_aborted(sequence.request_id):
+                    raise EngineFailedError("the prefill was aborted")
+                if reason is not FinishReason.HANDOFF:
+                    return None
+                assert sequence.cache is not None
+                return self._grant(sequence.request, sequence.cache, sequence.num_tokens - 1)
+            finally:
+                sequence.close_cache()
 
     async def close_turn(self, turn: TurnHandoff) -> BackflowResult:
         """Take the answer's blocks that this side lacks, and end the turn in the conversation's ledger.
@@ -68,20 +78,19 @@ class ContextWorker(BaseWorker):
         a peer's fault.
         """
         self._check_engine()
-        target = len(turn.token_ids) - 1
         with self.engine.lock:
             cache = self.manager.create(
                 f"{turn.request_id}/turn",
                 turn.token_ids,
                 scope=ReuseScope(cache_salt=turn.cache_salt),
-                conversation_id=turn.conversation_id,
+                conversation_id=conversation_key(turn.conversation_id, turn.cache_salt),
             )
             had = cache.num_reused_tokens
         outcome: TransferOutcome | None = None
-        fetch: KvFetch | None = None
+        fetch = self._fetch(cache, BlockOrigin.GEN_TO_CTX)
         try:
             if turn.ticket is not None:
-                outcome, fetch = await self._take_answer(turn, cache, target)
+                outcome = await self._take_answer(turn, turn.ticket, cache, fetch)
             with self.engine.lock:
                 endpoint = cache.num_computed_tokens
                 cache.end_turn()
@@ -90,32 +99,33 @@ class ContextWorker(BaseWorker):
         return BackflowResult(endpoint_tokens=endpoint, already_cached_tokens=had, transfer=outcome)
 
     async def _take_answer(
-        self, turn: TurnHandoff, cache: SequenceCache, target: int
-    ) -> tuple[TransferOutcome, KvFetch]:
-        """Pull what is missing up to `target`. When that is not wanted, pull nothing, so that the holder may let go."""
-        assert self.transceiver is not None
-        assert turn.ticket is not None
+        self, turn: TurnHandoff, ticket: GrantTicket, cache: SequenceCache, fetch: KvFetch
+    ) -> TransferOutcome:
+        """Pull what is missing of the turn. When that is not wanted, pull nothing, so that the holder may let go."""
+        target = len(turn.token_ids) - 1
         with self.engine.lock:
             declined = self._why_not(cache, target)
             wanted = target if declined is None else cache.num_computed_tokens
-        fetch = KvFetch(self.engine, self.transceiver, cache)
         started = time.monotonic()
         result = await fetch.run(
-            turn.ticket,
+            ticket,
             turn.token_ids[:wanted],
             conversation_id=turn.conversation_id,
             cache_salt=turn.cache_salt,
             timeout_s=self.spec.transceiver.kv_transfer_timeout_ms / 1000,
+            end_of_prompt=declined is None,
         )
         self.repaired_blocks += result.damaged_blocks
         if declined is not None:
-            return declined, fetch
+            return declined
         if result.outcome.bytes:
             self._backflow.observe_pull(result.outcome.bytes, time.monotonic() - started)
-        return result.outcome, fetch
+        return result.outcome
 
     def _why_not(self, cache: SequenceCache, target: int) -> TransferOutcome | None:
         """Make room for an answer's blocks, or say why they are not taken. Call with the engine's lock held."""
+        if not self.manager.config.enable_block_reuse:
+            return TransferOutcome(TransferStatus.CANCELLED, "block reuse is off here")
         missing = target - cache.num_computed_tokens
         if missing and self.spec.transceiver.kv_backflow is BackflowMode.AUTO:
             layout, scheduler = self.manager.layout, self.engine.scheduler.stats
@@ -127,10 +137,10 @@ class ContextWorker(BaseWorker):
                 busy_s=self.engine.busy_s,
                 prefills=scheduler.steps,
             )
-            if not estimate.worthwhile:
+            if self._backflow.declines(estimate):
                 return TransferOutcome(TransferStatus.CANCELLED, f"computing again is cheaper: {estimate}")
         try:
-            cache.resize(target)
+            cache.resize(max(target, 1))
         except (OutOfPagesError, NeverFitsError) as error:  # an answer is worth less than a running prompt
             return TransferOutcome(TransferStatus.FAILED, f"no room for the answer's blocks: {error}")
         return None
@@ -143,9 +153,8 @@ class ContextWorker(BaseWorker):
             return await future
         except asyncio.CancelledError:
             self.engine.request_stop(sequence.request_id, FinishReason.CANCELLED)
-            if future.done() and not future.cancelled():  # it ended in the same moment: nobody else closes it
-                with self.engine.lock:
-                    sequence.close_cache()
+            if future.done() and not future.cancelled():  # the event came in the same moment: its cache is ours
+                self._close_cache(sequence)
             raise
         finally:
             self._prefills.pop(sequence.request_id, None)
@@ -158,5 +167,4 @@ class ContextWorker(BaseWorker):
             if future is not None and not future.done():
                 future.set_result(event)
             else:  # nobody waits any more
-                with self.engine.lock:
-                    event.sequence.close_cache()
+                self._close_cache(event.sequence)

@@ -9,15 +9,15 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.errors import NotReadyError, PromptTooLongError
-from cluster.request import EngineRequest, FinishReason
+from cluster.errors import EngineFailedError, NotReadyError, PromptTooLongError
+from cluster.request import EngineRequest, FinishReason, conversation_key
 from cluster.scheduler import SequenceEvent
 from cluster.sequence import Sequence
 from cluster.worker.base_worker import BaseWorker
-from cluster.worker.kv_fetch import FetchResult, KvFetch
+from cluster.worker.kv_fetch import FetchResult
 from cluster.worker.messages import Admission, AdmissionStatus, OutputDelta, WorkerRole
 from cluster.worker.spec import WorkerSpec
-from kvcache import NeverFitsError, OutOfPagesError, ReuseScope, SequenceCache
+from kvcache import BlockOrigin, KvCacheError, NeverFitsError, OutOfPagesError, ReuseScope, SequenceCache
 from transceiver import BackflowMode, GrantTicket, Pull
 from transceiver.testing import FaultInjector
 
@@ -36,7 +36,13 @@ class GenerationWorker(BaseWorker):
         self._admission_turn = asyncio.Lock()
         self._pages_freed = asyncio.Event()
         self._pulls: dict[str, Pull] = {}
-        self._aborted: set[str] = set()
+
+    async def attach(self) -> int:
+        """See BaseWorker. Outputs of the sessions before are dropped."""
+        session = await super().attach()
+        self._deltas = []
+        self._has_deltas.set()
+        return session
 
     async def generate(self, request: EngineRequest, ticket: GrantTicket | None = None) -> Admission:
         """Take a request: pull the blocks this side lacks, then decode; its tokens come out of `drain_outputs`.
@@ -45,16 +51,26 @@ class GenerationWorker(BaseWorker):
         here). Raises PromptTooLongError, NotReadyError (no pages within the transfer time-out), EngineFailedError.
         """
         self._check_engine()
-        if ticket is None:
-            self.engine.submit(self._new_sequence(request))
-            return Admission(AdmissionStatus.RUNNING, 0, 0, 0, None)
-        assert self.transceiver is not None
+        self._live.begin(request.request_id)
+        try:
+            if ticket is None:
+                self.engine.submit(self._new_sequence(request))
+                return Admission(AdmissionStatus.RUNNING, 0, 0, 0, None)
+            admission = await self._admit(request, ticket)
+        except BaseException:
+            self._live.end(request.request_id)
+            raise
+        if admission.status is AdmissionStatus.TRANSFER_FAILED:
+            self._live.end(request.request_id)
+        return admission
+
+    async def _admit(self, request: EngineRequest, ticket: GrantTicket) -> Admission:
         timeout_s = self.spec.transceiver.kv_transfer_timeout_ms / 1000
         known = np.concatenate([request.prompt_ids, np.asarray(request.first_token_ids, np.int32)]).astype(np.int32)
         computed = known[:-1]  # the newest token was sampled, its KV is computed here
         cache = await self._open_cache(request, known, timeout_s)
         cached = cache.num_reused_tokens
-        fetch = KvFetch(self.engine, self.transceiver, cache)
+        fetch = self._fetch(cache, BlockOrigin.CTX_TO_GEN)
         try:
             result = await fetch.run(
                 ticket,
@@ -69,23 +85,27 @@ class GenerationWorker(BaseWorker):
             raise
         finally:
             self._pulls.pop(request.request_id, None)
-            aborted = request.request_id in self._aborted
-            self._aborted.discard(request.request_id)
-        if aborted or not result.arrived:
+        if self._live.is_aborted(request.request_id) or not result.arrived:
             self._close_when_idle(cache, fetch)
             return Admission(AdmissionStatus.TRANSFER_FAILED, cached, 0, 0, result.outcome)
         self.repaired_blocks += result.damaged_blocks
         self.engine.submit(self._new_sequence(request, cache=cache))
         return _admission(len(computed), cached, result)
 
-    async def drain_outputs(self, max_wait_s: float = 5.0) -> list[OutputDelta]:
-        """All deltas since the last call, waiting up to `max_wait_s` for the first. One caller at a time."""
-        self._check_engine()
+    async def drain_outputs(self, session: int, max_wait_s: float = 5.0) -> list[OutputDelta]:
+        """All deltas since the last call, waiting up to `max_wait_s` for the first. One caller at a time.
+
+        A call of an older session gets nothing. Raises EngineBrokenError when the worker must be replaced and has
+        nothing left to say.
+        """
         if not self._deltas:
+            self._check_engine()
             try:
                 await asyncio.wait_for(self._has_deltas.wait(), max_wait_s)
             except TimeoutError:
                 return []
+        if session != self._session:
+            return []
         self._has_deltas.clear()
         deltas, self._deltas = self._deltas, []
         return deltas
@@ -95,46 +115,52 @@ class GenerationWorker(BaseWorker):
         self.engine.request_stop(request_id, FinishReason.STOP)
 
     async def abort(self, request_id: str) -> None:
-        """End a request without publishing its turn, whatever it is doing. Unknown ids are ignored."""
+        """See BaseWorker."""
+        await super().abort(request_id)
         pull = self._pulls.get(request_id)
         if pull is not None:
-            self._aborted.add(request_id)
             pull.cancel()
-        await super().abort(request_id)
+        self._pages_freed.set()  # it may be waiting for pages
 
     def _register_pull(self, request_id: str, pull: Pull) -> None:
         self._pulls[request_id] = pull
+        if self._live.is_aborted(request_id):
+            pull.cancel()
 
     async def _open_cache(self, request: EngineRequest, known: NDArray[np.int32], timeout_s: float) -> SequenceCache:
-        """A cache with room for all KV to come. Requests wait in order of arrival while pages are short."""
+        """A cache with room for all KV to come. Requests wait in order of arrival while pages are short.
+
+        While it waits it holds nothing: pages that it matched may be just what a running sequence needs to go on.
+        """
         deadline = time.monotonic() + timeout_s
         async with self._admission_turn:
-            with self.engine.lock:
-                cache = self.manager.create(
-                    request.request_id,
-                    known,
-                    scope=ReuseScope(cache_salt=request.cache_salt),
-                    conversation_id=request.conversation_id,
-                )
-            while True:
+            while not self._live.is_aborted(request.request_id):
                 self._pages_freed.clear()
                 try:
-                    with self.engine.lock:
-                        cache.resize(len(known) - 1)
-                    return cache
+                    return self._try_open(request, known)
                 except NeverFitsError as error:
-                    self._close_when_idle(cache, None)
                     raise PromptTooLongError(str(error)) from error
                 except OutOfPagesError as error:
                     left = deadline - time.monotonic()
                     if left <= 0:
-                        self._close_when_idle(cache, None)
                         raise NotReadyError(f"no pages for the prompt within {timeout_s:.0f} s: {error}") from error
-                    try:
-                        await self._wait_for_pages(min(left, 0.25))
-                    except asyncio.CancelledError:
-                        self._close_when_idle(cache, None)
-                        raise
+                await self._wait_for_pages(min(left, 0.25))
+        raise EngineFailedError("the request was aborted while it waited for pages")
+
+    def _try_open(self, request: EngineRequest, known: NDArray[np.int32]) -> SequenceCache:
+        with self.engine.lock:
+            cache = self.manager.create(
+                request.request_id,
+                known,
+                scope=ReuseScope(cache_salt=request.cache_salt),
+                conversation_id=conversation_key(request.conversation_id, request.cache_salt),
+            )
+            try:
+                cache.resize(len(known) - 1)
+            except KvCacheError:
+                cache.close()
+                raise
+            return cache
 
     async def _wait_for_pages(self, seconds: float) -> None:
         try:
@@ -150,13 +176,7 @@ class GenerationWorker(BaseWorker):
 
     def _delta_of(self, event: SequenceEvent) -> OutputDelta:
         sequence = event.sequence
-        ticket = None
-        if event.finish_reason is not None:
-            with self.engine.lock:
-                if sequence.cache is not None and event.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-                    sequence.cache.end_turn()
-                    ticket = self._grant_turn(sequence)
-                sequence.close_cache()
+        ticket = self._end(event) if event.finish_reason is not None else None
         return OutputDelta(
             request_id=sequence.request_id,
             token_ids=event.token_ids,
@@ -165,6 +185,19 @@ class GenerationWorker(BaseWorker):
             cached_tokens=sequence.num_reused_tokens,
             ticket=ticket,
         )
+
+    def _end(self, event: SequenceEvent) -> GrantTicket | None:
+        """The last word on a sequence: publish its turn, grant it to the context side, give its own hold up."""
+        sequence, ticket = event.sequence, None
+        wanted = not self._live.is_aborted(sequence.request_id) and self._broken is None
+        self._live.end(sequence.request_id)
+        if wanted and event.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            with self.engine.lock:
+                if sequence.cache is not None:
+                    sequence.cache.end_turn()
+                    ticket = self._grant_turn(sequence)
+        self._close_cache(sequence)
+        return ticket
 
     def _grant_turn(self, sequence: Sequence) -> GrantTicket | None:
         """Offer a finished turn's blocks to the context side, unless back-flow is off or impossible now."""

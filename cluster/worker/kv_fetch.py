@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.engine_loop import EngineLoop
-from kvcache import ReuseScope, SequenceCache
-from transceiver import CacheTransceiver, GrantTicket, Pull, TransferOutcome, TransferStatus
+from kvcache import BlockOrigin, ReuseScope, SequenceCache
+from transceiver import CacheTransceiver, GrantTicket, Pull, TransceiverError, TransferOutcome, TransferStatus
 
 __all__ = ["FetchResult", "KvFetch"]
 
@@ -38,10 +38,18 @@ class KvFetch:
     `memory_idle` says when no operation can touch its pages any more.
     """
 
-    def __init__(self, engine: EngineLoop, transceiver: CacheTransceiver, cache: SequenceCache) -> None:
+    def __init__(
+        self,
+        engine: EngineLoop,
+        transceiver: CacheTransceiver,
+        cache: SequenceCache,
+        *,
+        origin: BlockOrigin,
+    ) -> None:
         self._engine = engine
         self._transceiver = transceiver
         self._cache = cache
+        self._origin = origin
         self._pull: Pull | None = None
 
     async def run(
@@ -52,11 +60,13 @@ class KvFetch:
         conversation_id: str | None,
         cache_salt: str | None,
         timeout_s: float,
+        end_of_prompt: bool = True,
         register: Callable[[Pull], None] = lambda pull: None,
     ) -> FetchResult:
         """Pull the blocks of `token_ids` that the cache lacks and append those that arrive intact.
 
         With nothing to fetch the pull is empty and only tells the holder that its pages are free again.
+        `end_of_prompt`: `token_ids` are all of the prompt, which is complete when they are here.
         `register` gets the pull as soon as it exists, so that an abort can find it. A failure is a value, never an
         exception. An interior damaged block ends the intact prefix: what follows it has no KV to stand on.
         """
@@ -65,13 +75,16 @@ class KvFetch:
             have = cache.num_computed_tokens
             groups = range(len(self._engine.manager.layout.groups)) if total > have else ()
             wanted = tuple(cache.block_table(have, total, group) for group in groups)
-        self._pull = self._transceiver.pull(
-            ticket,
-            wanted,
-            conversation_id=conversation_id,
-            scope=ReuseScope(cache_salt=cache_salt).digest(),
-            timeout_s=timeout_s,
-        )
+        try:
+            self._pull = self._transceiver.pull(
+                ticket,
+                wanted,
+                conversation_id=conversation_id,
+                scope=ReuseScope(cache_salt=cache_salt).digest(),
+                timeout_s=timeout_s,
+            )
+        except TransceiverError as error:  # too many pulls at once, or the transceiver is closing
+            return FetchResult(TransferOutcome(TransferStatus.FAILED, str(error)), False, have, 0)
         register(self._pull)
         try:
             outcome = await asyncio.wrap_future(self._pull.future)
@@ -84,8 +97,9 @@ class KvFetch:
         damaged = {ordinal for _, ordinal in outcome.bad_ordinals}
         intact = max(have, min(damaged) * tokens_per_block) if damaged else total
         with self._engine.lock:
-            if intact > have:
-                cache.append_computed(token_ids[have:intact], end_of_prompt=intact == total)
+            ends = end_of_prompt and intact == total
+            if intact > have or ends:
+                cache.append_computed(token_ids[have:intact], end_of_prompt=ends, origin=self._origin)
         return FetchResult(outcome, True, intact, len(damaged))
 
     async def memory_idle(self) -> None:

@@ -93,8 +93,9 @@ class Admission:
 class TurnHandoff:
     """The end of a turn, for the context worker that began it.
 
-    token_ids  int32: prompt and answer, the last sampled token (which has no KV) included
-    ticket     grants the blocks that the generation worker has and the context worker may lack; None = take nothing
+    token_ids      int32: prompt and answer, the last sampled token (which has no KV) included
+    prompt_tokens  how many of them are the prompt
+    ticket         grants the blocks that the generation worker has and the context worker may lack; None = take nothing
     """
 
     request_id: str
@@ -102,6 +103,7 @@ class TurnHandoff:
     cache_salt: str | None
     token_ids: NDArray[np.int32]
     ticket: GrantTicket | None
+    prompt_tokens: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,7 +133,7 @@ class BackflowResult:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStats:
-    """A worker's counters, for metrics and `kvferry top`."""
+    """A worker's counters, for metrics."""
 
     info: WorkerInfo
     cache: CacheStats

@@ -34,7 +34,7 @@ async def ask(orchestrator: Orchestrator) -> list[int]:
 
 def worker_of(orchestrator: Orchestrator, worker_id: str) -> tuple[WorkerHandle, object]:
     (handle,) = [h for h in orchestrator.fleet.handles if h.worker_id == worker_id]
-    return handle, handle.channel._worker  # type: ignore[attr-defined]
+    return handle, handle.channel.worker  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("victim", ["context-0", "generation-0"])

@@ -16,11 +16,13 @@ import pytest
 
 from cluster.config import ClusterConfig
 from cluster.errors import ClusterError
-from cluster.local_cluster import local_cluster
+from cluster.fleet import Fleet
+from cluster.local_cluster import local_cluster, local_handle
 from cluster.orchestrator import Orchestrator
 from cluster.request import SamplingParams
 from cluster.serve_request import ServeRequest, TurnRecord
 from cluster.serve_stream import ServeStream
+from cluster.worker_plan import make_orchestrator, plan_workers
 from transceiver.testing import Fault, FaultInjector, FaultKind
 
 BLOCK = 16
@@ -34,7 +36,11 @@ CONFIG = ClusterConfig.model_validate(
             "max_tokens": 2048,
             "block_reuse_config": {"policy": "per_conversation", "max_num_turns": 5},
         },
-        "cache_transceiver_config": {"backend": "inproc", "kv_transfer_timeout_ms": int(TIMEOUT_S * 1000)},
+        "cache_transceiver_config": {
+            "backend": "inproc",
+            "kv_transfer_timeout_ms": int(TIMEOUT_S * 1000),
+            "connect_timeout_ms": 500,  # a handshake that lost a message is over before the retry
+        },
     }
 )
 PROMPT = np.random.default_rng(1).integers(0, 256, 75).astype(np.int32)
@@ -99,18 +105,14 @@ async def test_one_fault_never_gives_a_wrong_token_and_never_stops_the_cluster(
 ):
     faults = FaultInjector([fault])
     async with local_cluster(CONFIG, faults={worker: faults}) as orchestrator:
-        started, named = time.monotonic(), list[str]()
-        for _ in range(2):
-            try:
-                first, _ = await ask(orchestrator, PROMPT)
-                assert first.token_ids == expected[0]
-                second, _ = await ask(orchestrator, continued(first.token_ids))
-                assert second.token_ids == expected[1]
-            except ClusterError as error:  # explicit, and it names its cause
-                named.append(error.message)
+        started = time.monotonic()
+        for _ in range(2):  # one fault, one retry: everything is answered
+            first, _ = await ask(orchestrator, PROMPT)
+            assert first.token_ids == expected[0]
+            second, _ = await ask(orchestrator, continued(first.token_ids))
+            assert second.token_ids == expected[1]
         assert time.monotonic() - started < 8 * TIMEOUT_S
         assert faults.fired
-        assert all(named)
         faults.clear()
         again, _ = await ask(orchestrator, continued(expected[0]))
         assert again.token_ids == expected[1]
@@ -143,19 +145,13 @@ async def test_damaged_blocks_of_a_back_flow_are_not_published(expected: tuple[l
 
 
 async def test_workers_with_different_secrets_refuse_each_other_and_say_so():
-    from cluster.fleet import Fleet
-    from cluster.local_cluster import make_orchestrator
-    from cluster.worker_handle import LocalChannel, WorkerHandle
-    from cluster.worker_plan import WORKER_CLASS, plan_workers
-
     specs = [
         spec
         for role, secret in (("context", b"a" * 32), ("generation", b"b" * 32))
         for spec in plan_workers(CONFIG, aggregated=False, secret=secret)
         if spec.role == role
     ]
-    handles = [WorkerHandle(s.worker_id, s.role, LocalChannel(WORKER_CLASS[s.role](s))) for s in specs]
-    orchestrator = make_orchestrator(CONFIG, Fleet(handles))
+    orchestrator = make_orchestrator(CONFIG, Fleet([local_handle(spec) for spec in specs]))
     await orchestrator.fleet.start()
     try:
         with pytest.raises(ClusterError, match="secret"):
