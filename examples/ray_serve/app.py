@@ -12,14 +12,13 @@ from typing import Any
 
 from ray import serve
 
-__all__ = ["app", "door"]
+__all__ = ["app", "application", "start", "stop"]
 
 _running: dict[str, Any] = {}
-_starting = asyncio.Lock()
 
 
-async def _start() -> Any:
-    """The FastAPI application over a started cluster, made once in a replica."""
+async def start() -> None:
+    """Start the workers and make the FastAPI application over them."""
     from cluster.config import load_config
     from cluster.controller import Controller
     from cluster.engine import describe_model, load_tokenizer
@@ -37,7 +36,7 @@ async def _start() -> Any:
     orchestrator = make_orchestrator(config, await asyncio.to_thread(controller.create_fleet))
     await orchestrator.fleet.start()
     _running["orchestrator"], _running["controller"] = orchestrator, controller
-    return create_app(
+    _running["app"] = create_app(
         orchestrator,
         tokenizer,
         model_name=config.model,
@@ -47,23 +46,28 @@ async def _start() -> Any:
     )
 
 
-async def door(scope: dict[str, Any], receive: Any, send: Any) -> None:
-    """The ASGI application that Serve calls; starts the cluster on the first request."""
-    async with _starting:
-        if "app" not in _running:
-            _running["app"] = await _start()
-    await _running["app"](scope, receive, send)
+def application() -> Any:
+    """The ASGI application; Serve asks for it once the replica has started."""
+    return _running["app"]
+
+
+async def stop() -> None:
+    """End the workers."""
+    if "orchestrator" in _running:
+        await _running.pop("orchestrator").close()
+        await asyncio.to_thread(_running.pop("controller").close)
 
 
 @serve.deployment(num_replicas=1, max_ongoing_requests=256, ray_actor_options={"num_cpus": 0})
-@serve.ingress(door)
+@serve.ingress(application)
 class KvFerry:
-    """The replica. Its removal takes the workers with it."""
+    """The replica: it is ready when the cluster is, and takes the workers with it when it goes."""
+
+    async def __init__(self) -> None:
+        await start()
 
     async def __del__(self) -> None:
-        if "orchestrator" in _running:
-            await _running.pop("orchestrator").close()
-            await asyncio.to_thread(_running.pop("controller").close)
+        await stop()
 
 
 app = KvFerry.bind()  # type: ignore[attr-defined]
