@@ -17,6 +17,7 @@ from kvcache.errors import (
     NeverFitsError,
     OutOfPagesError,
     PinLimitError,
+    SuspendedSequenceError,
     TurnEndedError,
     UnknownLifeCycleError,
 )
@@ -64,6 +65,7 @@ __all__ = [
     "ReuseScope",
     "SequenceCache",
     "StoredBlock",
+    "SuspendedSequenceError",
     "Tier",
     "TorchPageStorage",
     "TurnEndedError",

@@ -30,12 +30,27 @@ class BlockPool:
         self.anonymous = np.zeros(num_pages, dtype=np.bool_)
         self.coverage = np.zeros(num_pages, dtype=np.int32)
         self.tree_pages = 0
+        self.reserved = 0
         self._moved_plans: dict[tuple[int, int], tuple[int, int, int]] = {}
+
+    @property
+    def budget(self) -> int:
+        """Pages that may be in use; the others of `num_pages` must stay unused."""
+        return self.num_pages - self.reserved
+
+    @property
+    def unused_pages(self) -> int:
+        """Pages that nobody uses, those beyond the budget included."""
+        return self._top
 
     @property
     def free_pages(self) -> int:
         """Pages that can be given out now."""
-        return self._top
+        return max(0, self._top - self.reserved)
+
+    def lacking(self, count: int) -> int:
+        """How many pages must be given up before `count` can be given out (0 or less: none)."""
+        return count + self.reserved - self._top
 
     def free_list(self) -> Pages:
         """The free pages (a view, for checks)."""
@@ -43,8 +58,8 @@ class BlockPool:
 
     def allocate(self, count: int) -> Pages:
         """Give out `count` pages, held once each, adjacent where possible. Raises OutOfPagesError."""
-        if count > self._top:
-            raise OutOfPagesError(f"{count} pages wanted and {self._top} free: wait for a sequence to close")
+        if count > self.free_pages:
+            raise OutOfPagesError(f"{count} pages wanted and {self.free_pages} free: wait for a sequence to close")
         pages = self._stack[self._top - count : self._top][::-1].copy()
         self._top -= count
         self.generations[pages] += np.uint64(1)

@@ -15,6 +15,7 @@ __all__ = [
     "NeverFitsError",
     "OutOfPagesError",
     "PinLimitError",
+    "SuspendedSequenceError",
     "TurnEndedError",
     "UnknownLifeCycleError",
 ]
@@ -46,6 +47,10 @@ class UnknownLifeCycleError(KvCacheError, IndexError):
 
 class ClosedSequenceError(KvCacheError):
     """The sequence was closed; create a new one."""
+
+
+class SuspendedSequenceError(KvCacheError):
+    """The sequence's pages were moved to host memory: resume it first, or close it when its content was lost."""
 
 
 class TurnEndedError(KvCacheError):

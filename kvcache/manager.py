@@ -175,6 +175,20 @@ class KvCacheManager:
         with self.guard():
             return 0 if self.ledger is None else self.ledger.expire_idle()
 
+    def set_budget(self, num_pages: int, group: int = 0) -> int:
+        """Use at most `num_pages` pages of a pool from now on (up to the storage's size), while serving. Cached blocks
+        give way at once; pages of open sequences when they close. Returns the pages still above the budget.
+        """
+        with self.guard():
+            pool = self.pools[self.check_group(group)]
+            if not 1 <= num_pages <= pool.num_pages:
+                raise InvalidSizeError(f"a budget lies in 1 .. {pool.num_pages} pages of life cycle {group}")
+            pool.reserved = pool.num_pages - num_pages
+            excess = pool.lacking(0)
+            if excess > 0:
+                excess -= self.tree.evict(group, min(excess, self.tree.evictable_pages(group)))
+            return max(0, excess)
+
     def clear(self) -> None:
         """Forget all cached blocks and conversations; open sequences and pins keep their pages."""
         with self.guard():
@@ -292,10 +306,10 @@ class KvCacheManager:
         shape = self.tree.shape
         for row, group in enumerate(shape.attention):
             need = blocks if row in shape.full_rows else per_row[row]
-            if need > self.pools[group].num_pages:
+            if need > self.pools[group].budget:
                 raise NeverFitsError(
                     f"{num_tokens} tokens need {need} pages of life cycle {group} and the pool has "
-                    f"{self.pools[group].num_pages}: shorten the request or raise kv_cache_config.max_tokens"
+                    f"{self.pools[group].budget}: shorten the request or raise kv_cache_config.max_tokens"
                 )
 
     def reserve(self, need: dict[int, int]) -> None:
@@ -303,14 +317,14 @@ class KvCacheManager:
         Raises OutOfPagesError without having evicted anything.
         """
         for group, count in need.items():
-            lack = count - self.pools[group].free_pages
+            lack = self.pools[group].lacking(count) if count else 0
             if lack > 0 and self.tree.evictable_pages(group) < lack:
                 raise OutOfPagesError(
                     f"life cycle {group}: {count} pages wanted, {self.pools[group].free_pages} free and too few "
                     "evictable: try again when another sequence has closed"
                 )
         for group, count in need.items():
-            lack = count - self.pools[group].free_pages
+            lack = self.pools[group].lacking(count) if count else 0
             if lack > 0 and self.tree.evict(group, lack) < lack:
                 raise OutOfPagesError(f"life cycle {group}: eviction freed too little, try again later")
 

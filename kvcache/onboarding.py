@@ -76,6 +76,7 @@ def onboard(manager: KvCacheManager, tiers: LowerTiers, tokens: Tokens, scope: b
         _restore_states(manager, tiers, last, one)
     tiers.onboarded += len(taken)
     tree.touch(last, last.owner)
+    tree.note_windows(last)
     tree.unlock(lock)
     tree.order.offer(last)
     return len(taken)

@@ -124,6 +124,8 @@ def publish(sequence: SequenceCache, end: int, *, last: bool = False) -> None:
         _hand_over(sequence, node, offset, first, end // block)
         _snapshot(sequence, node, end, last)
         tree.touch(node, sequence.owner)
+        if not sequence._shape.plain:
+            tree.note_windows(node)
         if sequence.conversation is None:
             _claim(sequence, node, offset)
 

@@ -6,6 +6,7 @@ here. The tree owns the pages marked `in_tree`; it must never give up a block th
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
@@ -44,6 +45,10 @@ class RadixTree:
         self.evicted_window_pages = 0
         self.dropped_pages = 0
         self.locks: set[Anchor] = set()
+        windowed = [group for _, group, _ in shape.window_rows] + list(shape.recurrent)
+        self._window_queues: dict[int, list[tuple[tuple[int, int], int, RadixNode]]] = {g: [] for g in windowed}
+        self._serial = 0
+        self._compact_at = 4096
         self.events: EventLog | None = None
         self.keep_keys = False
         self.tiers: LowerTiers | None = None
@@ -100,6 +105,20 @@ class RadixTree:
         self.locks.remove(anchor)
         self.order.offer(anchor.node)
         self.forget_empty_root(anchor.node)
+
+    def note_windows(self, node: RadixNode) -> None:
+        """A run may have got window pages or snapshots: consider it, and those above, when such a pool is short."""
+        for group, queue in self._window_queues.items():
+            above: RadixNode | None = node
+            while above is not None and above.parent is not None:
+                if self._has_windows(above, group):
+                    self._queue_windows(above, group)
+                above = above.parent
+            if len(queue) > self._compact_at:
+                best = {id(entry[2]): entry for entry in sorted(queue, key=lambda one: -one[1]) if entry[2].alive}
+                queue[:] = best.values()
+                heapq.heapify(queue)
+                self._compact_at = max(4096, 2 * len(queue))
 
     def touch(self, node: RadixNode, owner: str) -> None:
         """Everything from `node` up was used just now by `owner`."""
@@ -321,6 +340,7 @@ class RadixTree:
         front.digests, node.digests = node.digests[: offset // block], node.digests[offset // block :]
         front.states = {at: page for at, page in node.states.items() if at[1] <= front.end}
         node.states = {at: page for at, page in node.states.items() if at[1] > front.end}
+        self.note_windows(front)
         for mine, theirs in ((node.locks, front.locks), (node.endpoints, front.endpoints)):
             kept = [anchor for anchor in mine if anchor.offset > offset]
             theirs.extend(anchor for anchor in mine if anchor.offset <= offset)
@@ -349,14 +369,14 @@ class RadixTree:
             if spare == 0:
                 continue  # offered again when its lock goes
             take = min(spare, wanted - freed)
-            before = self.pools[group].free_pages
+            before = self.pools[group].unused_pages
             self.evicted_blocks += take
             self.order.evicted(take)
             self.evicted_superseded += take if node.superseded else 0
             first = node.num_blocks(self.shape.block) - take
             kept = frozenset(self.tiers.offload(node, first, self.scope_of(node))) if self.tiers is not None else _NONE
             self.truncate(node, first, kept)
-            freed += self.pools[group].free_pages - before
+            freed += self.pools[group].unused_pages - before
             if node.alive:
                 self.order.offer(node)
         return freed
@@ -364,28 +384,53 @@ class RadixTree:
     def _evict_windows(self, group: int, wanted: int) -> int:
         """Window pages and snapshots of the least recently used runs go first, the oldest positions before the end."""
         pool, freed = self.pools[group], 0
-        order = sorted((n for n in self.nodes() if n.parent is not None), key=lambda n: (not n.superseded, n.last_used))
-        for node in order:
-            if freed >= wanted:
-                break
+        queue = self._window_queues[group]
+        held_back: list[RadixNode] = []
+        while freed < wanted and queue:
+            (_, last_used), _, node = heapq.heappop(queue)
             if not node.alive:
                 continue
-            before = pool.free_pages
-            if group in self.shape.recurrent:
-                places = sorted(at for at, page in node.states.items() if at[0] == group and pool.refs[page] == 0)
-                for at in places[: wanted - freed]:
-                    self.drop_state(node, at)
-            else:
-                row = node.rows(node.num_blocks(self.shape.block))[self.shape.attention.index(group)]
-                held = np.flatnonzero(row >= 0)
-                held = held[pool.refs[row[held]] == 0][: wanted - freed]
-                pages = row[held].copy()
-                row[held] = -1
-                pool.leave_tree(pages)
-            if pool.free_pages > before:
-                freed += pool.free_pages - before
-                self.prune(node, group)
+            if last_used != node.last_used:
+                self._queue_windows(node, group)
+                continue
+            before = pool.unused_pages
+            if not self._give_up_windows(node, group, wanted - freed):
+                held_back.append(node)
+                continue
+            freed += pool.unused_pages - before
+            self.evicted_window_pages += pool.unused_pages - before
+            self._queue_windows(node, group)
+            self.prune(node, group)
+        for node in held_back:
+            if node.alive and self._has_windows(node, group):
+                self._queue_windows(node, group)
         return freed
+
+    def _queue_windows(self, node: RadixNode, group: int) -> None:
+        self._serial += 1
+        heapq.heappush(self._window_queues[group], ((0, node.last_used), self._serial, node))
+
+    def _has_windows(self, node: RadixNode, group: int) -> bool:
+        if group in self.shape.recurrent:
+            return any(owner == group for owner, _ in node.states)
+        row = node.rows(node.num_blocks(self.shape.block))[self.shape.attention.index(group)]
+        return bool((row >= 0).any())
+
+    def _give_up_windows(self, node: RadixNode, group: int, most: int) -> int:
+        """Take at most `most` pages of `group` that nobody holds out of a run. Returns how many."""
+        pool = self.pools[group]
+        if group in self.shape.recurrent:
+            places = sorted(at for at, page in node.states.items() if at[0] == group and pool.refs[page] == 0)[:most]
+            for at in places:
+                self.drop_state(node, at)
+            return len(places)
+        row = node.rows(node.num_blocks(self.shape.block))[self.shape.attention.index(group)]
+        held = np.flatnonzero(row >= 0)
+        held = held[pool.refs[row[held]] == 0][:most]
+        pages = row[held].copy()
+        row[held] = -1
+        pool.leave_tree(pages)
+        return len(held)
 
     def locked_blocks(self) -> int:
         """Blocks that some lock protects (each counted once)."""

@@ -21,6 +21,7 @@ from kvcache.errors import (
     InvalidSizeError,
     InvalidTokensError,
     OutOfPagesError,
+    SuspendedSequenceError,
     TurnEndedError,
 )
 from kvcache.live_range import first_live_block
@@ -28,6 +29,7 @@ from kvcache.page_pin import PagePin
 from kvcache.provenance import BlockOrigin, Provenance
 from kvcache.radix_match import Match
 from kvcache.radix_node import Anchor, Rows, Tokens
+from kvcache.suspension import SuspendedPages, bring_back, take_out
 
 if TYPE_CHECKING:
     from kvcache.manager import KvCacheManager
@@ -72,6 +74,7 @@ class SequenceCache:
         self.closed = False
         self.prompt_ended = False
         self.turn_ended = False
+        self.suspended: SuspendedPages | None = None
         self.prompt_end = 0
         self._origins: list[tuple[int, Provenance]] = []
         self.points: tuple[int, ...] = ()
@@ -205,6 +208,11 @@ class SequenceCache:
 
     def _forfeit(self, num_tokens: int, history: int | None) -> None:
         """The copy source itself is in the way: reuse less rather than wait for ever."""
+        self._forfeit_match()
+        self._resize(num_tokens, history)
+
+    def _forfeit_match(self) -> None:
+        """Give up the part of the match that is not copied yet."""
         self._let_sources_go()
         if self._shape.plain:
             reused = self.num_reused_tokens - self.num_reused_tokens % self._shape.block
@@ -213,7 +221,6 @@ class SequenceCache:
             self._give_back()
         self.num_reused_tokens = self.num_computed_tokens = self.num_committed_tokens = reused
         self.capacity_tokens = min(self.capacity_tokens, reused)
-        self._resize(num_tokens, history)
 
     def _shrink(self, blocks: int) -> None:
         for row, group in enumerate(self._shape.attention):
@@ -306,6 +313,34 @@ class SequenceCache:
             publisher.end_turn(self)
             self._manager.turn_completed(self, stop_reason, output_tokens)
 
+    def suspend(self) -> int:
+        """Move the pages that only this sequence holds to host memory, to make room. Returns the bytes moved. Until
+        `resume` only `close` is allowed. Matched blocks stay where they are.
+        """
+        with self._manager.guard():
+            self.require_open()
+            if self.sources or self.state_sources:
+                self._forfeit_match()
+            self.suspended = take_out(self)
+            return self.suspended.nbytes
+
+    def resume(self) -> bool:
+        """Bring a suspended sequence's pages back. False, with nothing changed, while pages lack or the pools are used
+        above `max_util_for_resume`. True for a sequence that is not suspended.
+        """
+        with self._manager.guard():
+            suspended, self.suspended = self.suspended, None
+            if suspended is None:
+                return True
+            done = False
+            try:
+                self.require_open()
+                done = bring_back(self, suspended)
+            finally:
+                if not done:
+                    self.suspended = suspended
+            return done
+
     # reading
 
     def tokens(self, start: int, end: int) -> Tokens:
@@ -353,7 +388,8 @@ class SequenceCache:
         held: dict[int, Pages] = {}
         for row, group in enumerate(self._shape.attention):
             pages = self.rows[row, : self.blocks]
-            held[group] = pages[self.owned[: self.blocks]] if row in self._shape.full_rows else pages[pages >= 0]
+            mine = pages >= 0
+            held[group] = pages[mine & self.owned[: self.blocks]] if row in self._shape.full_rows else pages[mine]
         for group in self._shape.recurrent:
             held[group] = np.array([self.state_pages[group]] if group in self.state_pages else [], dtype=np.int32)
         return held
@@ -389,6 +425,7 @@ class SequenceCache:
         with self._manager.guard():
             self._let_sources_go()
             self._give_back()
+            self.suspended = None
             self.closed = True
             self._manager.forget(self)
 
@@ -409,3 +446,5 @@ class SequenceCache:
         """Raises ClosedSequenceError after `close`."""
         if self.closed:
             raise ClosedSequenceError(f"request {self.request_id}: its cache was closed, create a new one")
+        if self.suspended is not None:
+            raise SuspendedSequenceError(f"request {self.request_id} is suspended: resume it first")

@@ -39,3 +39,32 @@ def transfer(
         except OSError as error:
             typer.echo(f"error: cannot write {json_file}: {error}", err=True)
             raise typer.Exit(1) from None
+
+
+@bench_app.command("cache")
+def cache(
+    trace: Annotated[Path | None, typer.Option(help="The weka trace; without it only growth is measured.")] = None,
+    requests: Annotated[int, typer.Option(min=1, help="Requests of the trace.")] = 150,
+    capacity_tokens: Annotated[int, typer.Option(min=1, help="Cache size in tokens.")] = 2_000_000,
+    peer: Annotated[list[str] | None, typer.Option(help="vllm or sglang; may be given several times.")] = None,
+    peer_python: Annotated[Path | None, typer.Option(help="Python that has the peers installed.")] = None,
+    growth: Annotated[bool, typer.Option(help="Measure growth with prompt length and cache size.")] = True,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the figures there.")] = None,
+) -> None:
+    """CPU time of match + allocate + commit + free, against vLLM's and SGLang's managers on the same prompts."""
+    from cluster.bench.cache.command import run_cache_bench
+    from cluster.replay.trace import TraceError
+
+    try:
+        run_cache_bench(
+            trace,
+            requests=requests,
+            capacity_tokens=capacity_tokens,
+            peers=tuple(peer or ()),
+            peer_python=peer_python,
+            growth=growth,
+            json_file=json_file,
+        )
+    except TraceError as error:
+        print(f"kvferry bench cache: {error}")
+        raise typer.Exit(2) from None

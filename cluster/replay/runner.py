@@ -24,7 +24,7 @@ from kvcache import (
 from kvcache.config import EvictionPolicyName
 from kvcache.testing import pattern_layout
 
-__all__ = ["ReplayOptions", "ReplayResult", "block_tokens", "replay"]
+__all__ = ["ReplayOptions", "ReplayResult", "block_tokens", "make_manager", "replay", "serve"]
 
 _SENTINEL = np.array([2**31 - 1], dtype=np.int32)
 
@@ -101,7 +101,7 @@ def replay(
 ) -> ReplayResult:
     """One run. `progress` gets the number of requests done, about every 200."""
     now = [0.0]
-    manager = _manager(options, lambda: now[0])
+    manager = make_manager(options, lambda: now[0])
     result = ReplayResult(requests=len(arrivals))
     reused_blocks, cpu = 0, 0.0
     prompts = _PromptMaker(options.block)
@@ -148,7 +148,8 @@ def serve(manager: KvCacheManager, request: TraceRequest, prompt: NDArray[np.int
         return reused
 
 
-def _manager(options: ReplayOptions, clock: Callable[[], float]) -> KvCacheManager:
+def make_manager(options: ReplayOptions, clock: Callable[[], float]) -> KvCacheManager:
+    """An empty manager as the options say, over pages that only hold a pattern."""
     pages = max(1, options.capacity_tokens // options.block)
     layout = pattern_layout(
         options.block,

@@ -1,14 +1,15 @@
 """Conversations least likely to come back soon go first, decided per conversation and learned while serving.
 
 The likelihood comes from the stop reason of the last turn, the conversation's past gaps and the idle time
-(`return_hazard`); "soon" is an eighth of the measured time in which the whole cache is turned over. While the requests carry no
-stop reason there is nothing to learn from, and the order is plain LRU.
+(`return_hazard`); "soon" is a fixed share of the measured time in which the whole cache is turned over. While the requests
+carry no stop reason there is nothing to learn from, and the order is plain LRU.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
+from math import inf
 
 import numpy as np
 
@@ -20,7 +21,9 @@ __all__ = ["TurnAwareOrder"]
 
 _FIRST_HORIZON_S = 60.0
 _LEAST_HORIZON_S, _MOST_HORIZON_S = 20.0, 1200.0
-_TURNOVER_SHARE = 1 / 8
+_TURNOVER_SHARE = 1 / 24
+_REFRESH_S, _REFRESH_S_PER_OWNER = 0.25, 5e-5
+_REWIND_SHARE = 0.05  # how much likelier a turn goes on from the last one than from a branch left behind
 _SMOOTHING = 0.5
 _FORGET_AFTER_S = 7200.0
 
@@ -47,7 +50,7 @@ class TurnAwareOrder:
         self._lru = LruOrder()
         self._hazard = ReturnHazard()
         self._owners: dict[str, _Owner] = {}
-        self._queue: list[tuple[float, float, str]] = []
+        self._queue: list[tuple[float, float, str, bool]] = []
         self._refreshed_at = float("-inf")
         self._turns = 0.0
         self._informed_turns = 0.0
@@ -73,7 +76,7 @@ class TurnAwareOrder:
         if superseded is not None or not self.informed:
             return superseded if superseded is not None else self._lru.pop()
         now = self._clock()
-        fresh = now - self._refreshed_at < self.horizon_s / 32
+        fresh = now - self._refreshed_at < max(_REFRESH_S, _REFRESH_S_PER_OWNER * len(self._owners))
         if not fresh:
             self._refresh(now)
         node = self._from_queue()
@@ -128,29 +131,39 @@ class TurnAwareOrder:
         kinds = np.array([record.kind for _, record in idle], dtype=np.int64)
         ages = np.array([max(0.0, now - record.idle_since) for _, record in idle], dtype=np.float64)
         scores = self._hazard.within(kinds, ages, self.horizon_s) if idle else ages
-        self._queue = [
-            (score, record.idle_since, name)
-            for (name, record), score in zip(idle, scores.tolist(), strict=True)
-            if record.leaves
-        ]
-        self._queue.extend((float("inf"), r.idle_since, n) for n, r in self._owners.items() if r.active and r.leaves)
+        self._queue = []
+        for (name, record), score in zip(idle, scores.tolist(), strict=True):
+            if record.leaves:
+                self._queue.append((score, record.idle_since, name, False))
+            if len(record.leaves) > 1:
+                self._queue.append((score * _REWIND_SHARE, record.idle_since, name, True))
+        self._queue.extend((inf, r.idle_since, n, False) for n, r in self._owners.items() if r.active and r.leaves)
         heapq.heapify(self._queue)
 
     def _from_queue(self) -> RadixNode | None:
         while self._queue:
-            name = self._queue[0][2]
+            score, idle_since, name, left_behind = self._queue[0]
             record = self._owners.get(name)
-            best: RadixNode | None = None
-            for node in list(record.leaves) if record is not None else ():
-                if not node.alive or node.children or node.superseded:
-                    record.leaves.discard(node)  # type: ignore[union-attr]
-                elif node.owner != name:
-                    record.leaves.discard(node)  # type: ignore[union-attr]
-                    self._owner(node.owner).leaves.add(node)
-                elif best is None or node.last_used < best.last_used:
-                    best = node
-            if best is not None and record is not None:
-                record.leaves.discard(best)
-                return best
-            heapq.heappop(self._queue)
+            if record is not None and (score == inf or (not record.active and record.idle_since == idle_since)):
+                node = self._leaf_of(name, record, left_behind)
+                if node is not None:
+                    record.leaves.discard(node)
+                    return node
+            heapq.heappop(self._queue)  # nothing left, or it came back since: its place is found at the next refresh
         return None
+
+    def _leaf_of(self, name: str, record: _Owner, left_behind: bool) -> RadixNode | None:
+        """The least recently used leaf; with `left_behind` only one that the last turn did not use."""
+        oldest: RadixNode | None = None
+        newest = 0
+        for node in list(record.leaves):
+            if not node.alive or node.children or node.superseded:
+                record.leaves.discard(node)
+            elif node.owner != name:
+                record.leaves.discard(node)
+                self._owner(node.owner).leaves.add(node)
+            else:
+                newest = max(newest, node.last_used)
+                if oldest is None or node.last_used < oldest.last_used:
+                    oldest = node
+        return None if left_behind and oldest is not None and oldest.last_used == newest else oldest

@@ -1,0 +1,175 @@
+"""Traces, lanes, the Belady bound against brute force, and small replays through the real manager."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cluster.replay import ReplayOptions, TraceError, belady_hits, load_trace, replay, scheduled
+from cluster.replay.belady import infinite_hits
+from cluster.replay.plot import write_plot
+from cluster.replay.runner import block_tokens
+from kvcache import EvictionPolicyName, ReusePolicy
+
+TRACES = Path(__file__).resolve().parents[5] / "shared" / "traces"
+
+
+def weka_file(folder: Path, rows: list[dict]) -> Path:
+    path = folder / "weka.jsonl.gz"
+    with gzip.open(path, "wt") as out:
+        out.writelines(json.dumps(row) + "\n" for row in rows)
+    return path
+
+
+def row(conversation: str, time: float, blocks: list[int], parent: str | None = None, tools: int = 0, system: int = 0):
+    tokens = 64 * sum(blocks[1::2]) + 5
+    return {
+        "c": conversation, "p": parent, "k": 0, "t": time, "i": tokens, "o": 9, "tt": tools, "st": system, "a": 1.0,
+        "s": "end_turn", "b": blocks,
+    }  # fmt: skip
+
+
+def test_weka_ids(tmp_path):
+    rows = [
+        row("one", 0.0, [1, 4], tools=64, system=64),
+        row("one", 9.0, [1, 4, 9, 2], tools=64, system=64),
+        row("two", 0.0, [1, 4], tools=64, system=128),
+        row("two/agent", 3.0, [1, 2, 50, 1], parent="two", tools=64, system=0),
+    ]
+    trace = load_trace(weka_file(tmp_path, rows))
+    one, longer, two, agent = (request.blocks for request in trace.requests)
+    assert longer[:4].tolist() == one.tolist() and len(longer) == 6
+    assert one[0] == two[0] == agent[0]  # the same tools
+    assert one[1] != two[1]  # another system prompt
+    assert set(one[2:]).isdisjoint(two[2:])  # local ids of two conversations
+    assert trace.requests[3].root == "two"
+    coarse = trace.coarsened(128)
+    assert [len(request.blocks) for request in coarse.requests] == [2, 3, 2, 1]
+    assert coarse.requests[0].blocks.tolist() == one[1::2].tolist()
+    assert [len(request.blocks) for request in trace.coarsened(16).requests] == [16, 24, 16, 12]
+    with pytest.raises(TraceError, match="multiple"):
+        trace.coarsened(100)
+
+
+def test_lanes_run_one_conversation_after_another(tmp_path):
+    rows = [row("a", 0.0, [1, 1]), row("a", 5000.0, [1, 2]), row("b", 0.0, [1, 1]), row("b", 10.0, [1, 2])]
+    arrivals = scheduled(load_trace(weka_file(tmp_path, rows)), lanes=1)
+    names = [request.conversation for _, request in arrivals]
+    assert names in (["a", "a", "b", "b"], ["b", "b", "a", "a"])
+    gaps = {names[i]: arrivals[i + 1][0] - arrivals[i][0] for i in (0, 2)}
+    assert gaps["a"] == pytest.approx(1800.0) and gaps["b"] == pytest.approx(10.0)
+    assert arrivals[2][0] - arrivals[1][0] == pytest.approx(5.0)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "no request"),
+        ("[1]\n", "JSON object"),
+        ("{", "not JSON lines"),
+        ('{"x": 1}', "unknown"),
+        ('{"b": [1]}', "lacks"),
+    ],
+)
+def test_bad_traces(tmp_path, content, message):
+    path = tmp_path / "t.jsonl"
+    path.write_text(content)
+    with pytest.raises(TraceError, match=message):
+        load_trace(path)
+    with pytest.raises(TraceError, match="cannot read"):
+        load_trace(tmp_path / "missing.jsonl")
+
+
+def test_raw_mooncake_and_sessions(tmp_path):
+    path = tmp_path / "m.jsonl"
+    rows = [
+        {"timestamp": 1000, "input_length": 1100, "output_length": 5, "hash_ids": [0, 1, 2]},
+        {"timestamp": 2000, "input_length": 2000, "output_length": 5, "hash_ids": [0, 1, 3, 4]},
+    ]
+    path.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    first, second = load_trace(path).requests
+    assert (first.blocks.tolist(), first.time, first.conversation) == ([1, 2], 1.0, second.conversation)
+
+
+def best_possible(paths: list[list[int]], capacity: int) -> int:
+    """Try every set of blocks to keep after every request (prefix-closed on the tree)."""
+    states = {frozenset(): 0}
+    for path in paths:
+        following: dict[frozenset, int] = {}
+        for cached, hits in states.items():
+            same = next((i for i, block in enumerate(path) if block not in cached), len(path))
+            have = cached | set(path)
+            spare = sorted(have - set(path))
+            keep = capacity - len(path)
+            for count in range(min(keep, len(spare)) + 1):
+                for others in itertools.combinations(spare, count):
+                    state = frozenset(path) | set(others)
+                    following[state] = max(following.get(state, -1), hits + same)
+        states = following
+    return max(states.values())
+
+
+def test_belady_is_the_optimum():
+    rng = np.random.default_rng(7)
+    for _ in range(30):
+        tree = {1: 0, 2: 1, 3: 2, 4: 1, 5: 0, 6: 5, 7: 5, 8: 7}
+
+        def path(block: int, tree: dict[int, int] = tree) -> list[int]:
+            return [] if block == 0 else [*path(tree[block]), block]
+
+        paths = [path(int(rng.integers(1, 9))) for _ in range(9)]
+        capacity = 4
+        found = belady_hits([np.array(one, dtype=np.int64) for one in paths], capacity)
+        assert found == best_possible(paths, capacity)
+        assert found <= infinite_hits([np.array(one, dtype=np.int64) for one in paths])
+
+
+def test_tokens_of_blocks():
+    ids = np.array([1, 2, 1, 300_000_000], dtype=np.int64)
+    tokens = block_tokens(ids, 8).reshape(4, 8)
+    assert (tokens[0] == tokens[2]).all() and tokens.min() >= 0
+    assert len({int(first) for first in tokens[:, 0]}) == 3
+
+
+@pytest.mark.parametrize("life_cycles", ["full", "swa", "ssm"])
+@pytest.mark.parametrize("eviction", list(EvictionPolicyName))
+def test_small_replay(tmp_path, life_cycles, eviction):
+    rows = [row(f"c{k}", 10.0 * n, [1, 3 + n]) for k in range(4) for n in range(5)]
+    trace = load_trace(weka_file(tmp_path, rows))
+    result = replay(
+        scheduled(trace, lanes=2),
+        ReplayOptions(1_000_000, 64, ReusePolicy.PER_CONVERSATION, 5, eviction, life_cycles),
+    )
+    assert (result.requests, result.blocks) == (20, 4 * 25)
+    assert result.hit_rate == result.infinite_hit_rate == result.belady_hit_rate == pytest.approx(4 * 18 / 100)
+    assert result.resident_blocks == 4 * 7
+    assert result.resident_states == {"full": 0, "swa": result.resident_states, "ssm": 20}[life_cycles]
+
+
+def test_a_request_larger_than_the_cache_is_counted_as_skipped(tmp_path):
+    trace = load_trace(weka_file(tmp_path, [row("a", 0.0, [1, 9]), row("a", 1.0, [1, 2])]))
+    assert replay(scheduled(trace), ReplayOptions(256, 64)).skipped == 1
+
+
+@pytest.mark.parametrize("name", ["mooncake_conversation", "mooncake_synthetic"])
+def test_infinite_rates_of_the_mooncake_traces(name):
+    path = TRACES / f"{name}.jsonl.gz"
+    if not path.exists():
+        pytest.skip(f"{path} is not there")
+    paths = [request.blocks for _, request in scheduled(load_trace(path))]
+    expected = {"mooncake_conversation": 0.3819, "mooncake_synthetic": 0.6594}[name]
+    assert infinite_hits(paths) / sum(map(len, paths)) == pytest.approx(expected, abs=5e-4)
+
+
+def test_plot_is_a_png(tmp_path):
+    records = [
+        {"capacity_tokens": c, "eviction": "lru", "hit_rate": r, "belady_hit_rate": r + 0.1, "infinite_hit_rate": 0.9}
+        for c, r in ((1_000_000, 0.3), (2_000_000, 0.6))
+    ]
+    write_plot(tmp_path / "p.png", records)
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
