@@ -22,6 +22,7 @@ __all__ = ["AM_ID", "PendingRead", "UcxLink", "UcxRemoteRegion"]
 
 _log = logging.getLogger(__name__)
 AM_ID = 23
+_LARGE_READ = 512 << 10  # reads of this mean size gain nothing from going down together
 _MAX_SENDS = 1024  # messages a link may have waiting before it is given up
 
 
@@ -101,7 +102,7 @@ class UcxLink:
             raise LinkClosedError(f"the link to {self.peer} is closed")
         assert isinstance(remote, UcxRemoteRegion)
         read = PendingRead(token, batch, remote, region)
-        if self.cma is None:
+        if self.cma is None or int(batch.nbytes.sum()) >= len(batch) * _LARGE_READ:
             self.issue(read)
         self.reads.append(read)
 

@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -230,7 +231,7 @@ def _death(rounds: int) -> BenchRow:
             ticket = link.holder.offer(f"bench-{next(_names)}", np.arange(4, dtype=np.int32))
             process = link.holder.process
             assert process.pid is not None
-            os.kill(process.pid, signal.SIGSTOP)
+            _freeze(process.pid)
             pull = link.transceiver.pull(
                 ticket, (block_table(np.arange(4, dtype=np.int32)),), conversation_id=None, scope=b"", timeout_s=20
             )
@@ -246,3 +247,15 @@ def _death(rounds: int) -> BenchRow:
         "death of the holder to the error", transport, rounds=len(times), milliseconds=median, goal="< 50 ms",
         met=median < 50,
     )  # fmt: skip
+
+
+def _freeze(pid: int) -> None:
+    """SIGSTOP a process and wait until every thread of it stands still."""
+    os.kill(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + 10
+    states: list[str] = []
+    while states != ["T"] * len(states) or not states:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"process {pid} does not stop")
+        states = [stat.read_text().rpartition(")")[2].split()[0] for stat in Path(f"/proc/{pid}/task").glob("*/stat")]
+        time.sleep(0.001)
