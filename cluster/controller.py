@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -94,17 +95,19 @@ class Controller:
             reachable_from = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         num_nodes = sum(bool(node["Alive"]) for node in ray.nodes())  # type: ignore[no-untyped-call]
         specs = self._plan(cluster_secret(), reachable_from, num_nodes)
-        bundles = [self._resources(spec.role) for spec in specs]
+        offered = ray.cluster_resources()  # type: ignore[no-untyped-call]
+        specs = [_on_its_device(spec, offered) for spec in specs]
+        bundles = [_resources(spec, offered) for spec in specs]
         self._group = placement_group(bundles, strategy="SPREAD")
         if not self._group.wait(_PLACEMENT_TIMEOUT_S):
             wanted = {name: sum(b.get(name, 0) for b in bundles) for name in ("CPU", "GPU")}
-            offered = ray.available_resources()  # type: ignore[no-untyped-call]
+            left = ray.available_resources()  # type: ignore[no-untyped-call]
             self._remove_group()
             raise StartupError(
-                f"{len(specs)} workers need {wanted}, but the Ray cluster offers {offered}: "
+                f"{len(specs)} workers need {wanted}, but the Ray cluster has {left} to offer: "
                 "start more nodes or lower num_instances"
             )
-        return Fleet(self._create(spec, index) for index, spec in enumerate(specs))
+        return Fleet(self._create(spec, index, bundles[index]) for index, spec in enumerate(specs))
 
     def close(self) -> None:
         """Give the placement group back and leave Ray (stopping it if it was started here). Idempotent."""
@@ -125,32 +128,22 @@ class Controller:
             num_nodes=num_nodes,
         )
 
-    def _resources(self, role: WorkerRole) -> dict[str, float]:
-        resources = {"CPU": 1.0}
-        if self._config.engine.device.startswith("cuda"):
-            resources["GPU"] = 1.0
-        placed = _PLACED_BY.get(role)
-        offered = ray.cluster_resources()  # type: ignore[no-untyped-call]
-        if placed is not None and placed in offered:  # a launcher says which node takes which role
-            resources[placed] = 1.0
-        return resources
-
     def _environment(self, role: WorkerRole) -> dict[str, str]:
         slurm = self._config.slurm
         if slurm is None:
             return {}
         return slurm.context_env if role is WorkerRole.CONTEXT else slurm.generation_env
 
-    def _create(self, spec: WorkerSpec, bundle: int) -> WorkerHandle:
+    def _create(self, spec: WorkerSpec, bundle: int, resources: dict[str, float]) -> WorkerHandle:
         assert self._group is not None
-        resources = self._resources(spec.role)
+        custom = {name: amount for name, amount in resources.items() if name not in ("CPU", "GPU")}
         environment = self._environment(spec.role)
         actor: Any = (
             ray.remote(WORKER_CLASS[spec.role])
             .options(
-                num_cpus=resources.pop("CPU"),
-                num_gpus=resources.pop("GPU", 0),
-                resources=resources,
+                num_cpus=resources["CPU"],
+                num_gpus=resources.get("GPU", 0),
+                resources=custom,
                 runtime_env={"env_vars": environment} if environment else None,
                 max_restarts=-1,
                 max_concurrency=4096,
@@ -164,3 +157,21 @@ class Controller:
         if self._group is not None:
             remove_placement_group(self._group)
             self._group = None
+
+
+def _on_its_device(spec: WorkerSpec, offered: dict[str, float]) -> WorkerSpec:
+    """A worker that wants a GPU gets one of its own from Ray, which shows it that one only: it is its `cuda` then."""
+    if spec.device.startswith("cuda") or (spec.device == "auto" and offered.get("GPU", 0) > 0):
+        return replace(spec, device="cuda", memory_share=1.0)
+    return replace(spec, device="cpu") if spec.device == "auto" else spec
+
+
+def _resources(spec: WorkerSpec, offered: dict[str, float]) -> dict[str, float]:
+    """What a worker's bundle reserves. A launcher can mark the nodes of a role with a custom resource."""
+    resources = {"CPU": 1.0}
+    if spec.device == "cuda":
+        resources["GPU"] = 1.0
+    placed = _PLACED_BY.get(spec.role)
+    if placed is not None and placed in offered:
+        resources[placed] = 1.0
+    return resources

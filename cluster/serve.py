@@ -21,7 +21,7 @@ import uvicorn
 from cluster.config import ClusterConfig
 from cluster.controller import Controller
 from cluster.descendants import adopt_orphans, end_descendants
-from cluster.engine import describe_model, load_tokenizer
+from cluster.engine import EngineError, describe_model, load_tokenizer
 from cluster.errors import ClusterError, StartupError
 from cluster.frontend import create_app
 from cluster.log import configure_logging
@@ -117,7 +117,7 @@ async def running_cluster(
             description = await asyncio.to_thread(
                 describe_model, config.model, tokens_per_block=config.kv_cache_config.tokens_per_block
             )
-        except (OSError, ValueError, RuntimeError) as error:
+        except (EngineError, OSError, ValueError) as error:
             raise StartupError(f"model {config.model!r} cannot be loaded: {error}", param="model") from error
         controller = Controller(config, aggregated=aggregated, address=address, worker_log_level=worker_log_level)
         progress("starting Ray" if controller.starts_ray else "connecting to Ray")
@@ -127,12 +127,14 @@ async def running_cluster(
         fleet = await asyncio.to_thread(controller.create_fleet)
         orchestrator = make_orchestrator(config, fleet)
         stack.push_async_callback(orchestrator.close)
+        sections = (config.context_servers, config.generation_servers)[1 if aggregated else 0 :]
+        limits = [section.engine.max_seq_len for section in sections]
         app = create_app(
             orchestrator,
             tokenizer,
             model_name=config.model,
             server_config=config.server,
-            max_seq_len=min(config.engine.max_seq_len, description.max_position),
+            max_seq_len=min(description.max_position, *limits),
             metrics_text=lambda: metrics_text(orchestrator, model_name=config.model),
         )
         await stack.enter_async_context(_http(app, listener))

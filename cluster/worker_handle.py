@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 
 _WATCH_S = 5.0
 _ANSWER_S = 20.0  # a live process answers a trivial call within that, also on a busy machine
+_START_S = 120.0  # a new process is there within that: Ray holds calls back while it imports what it needs
 
 
 class WorkerState(StrEnum):
@@ -86,7 +87,7 @@ class WorkerHandle:
     async def make_reachable(self) -> None:
         """Make sure that a process answers: one that lives but does not answer is killed. Raises WorkerLostError."""
         try:
-            await asyncio.wait_for(self.channel.call("identity"), _ANSWER_S)
+            await asyncio.wait_for(self.channel.call("identity"), _START_S)
         except TimeoutError:
             await self.channel.kill()
             raise WorkerLostError("its process did not answer and was killed") from None

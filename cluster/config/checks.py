@@ -22,7 +22,7 @@ _LOOPBACK = ("127.", "::1", "localhost")
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What the checks need to know of a model: longest sequence, KV heads of each layer group, layers, page bytes."""
+    """What the checks need to know of a model: longest sequence, KV heads of each layer group, layers."""
 
     max_position: int
     num_kv_heads: tuple[int, ...]
@@ -85,11 +85,17 @@ def _check_role(section: ServerSectionConfig, limits: ModelLimits | None) -> lis
         )
     transceiver = section.cache_transceiver_config
     policy = cache.block_reuse_config.policy
-    if getattr(transceiver, "enable_pipelined_transfer", False) and policy != ReusePolicy.ALL_REUSABLE:
+    if transceiver.enable_pipelined_transfer and policy != ReusePolicy.ALL_REUSABLE:
         refuse(
             "cache_transceiver_config.enable_pipelined_transfer",
             f"prompt chunks cannot be sent ahead when the policy {policy.value} publishes them at the prompt's end",
-            "write false, or the policy all_reusable",
+            "write false",
+        )
+    elif transceiver.enable_pipelined_transfer:
+        refuse(
+            "cache_transceiver_config.enable_pipelined_transfer",
+            "the cluster does not send prompt chunks ahead yet (the transceiver alone can)",
+            "write false",
         )
     tensor, pipeline = section.tensor_parallel_size, section.pipeline_parallel_size
     for heads in sorted(set(limits.num_kv_heads)) if limits is not None else ():

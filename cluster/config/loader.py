@@ -24,11 +24,16 @@ __all__ = ["load_config"]
 
 
 def load_config(
-    path: str | Path | None = None, sets: Iterable[str] = (), env: Mapping[str, str] | None = None
+    path: str | Path | None = None,
+    sets: Iterable[str] = (),
+    env: Mapping[str, str] | None = None,
+    *,
+    defaults: Iterable[str] = (),
 ) -> ClusterConfig:
     """The merged and validated configuration.
 
-    `path` may be None (defaults only); `env` is empty unless given, so a test is not at the mercy of its machine.
+    `path` may be None (defaults only); `env` is empty unless given, so a test is not at the mercy of its machine;
+    `defaults` are settings like `sets`, below all other layers.
     Raises ConfigError with every problem of every layer. Reads one file, changes nothing.
     """
     file = YamlSource("") if path is None else read_yaml(Path(path))
@@ -38,7 +43,7 @@ def load_config(
     problems: list[ConfigProblem] = [*file.problems, *environment.problems, *command_line.problems]
 
     merged: dict[str, Any] = {}
-    for layer in (file.values, environment.values, command_line.values):
+    for layer in (from_sets(defaults).values, file.values, environment.values, command_line.values):
         merged = deep_merge(merged, canonical_keys(layer))
     where = _source_finder(file, environment, command_line)
     problems += _take_flat_policy(merged, where)

@@ -80,17 +80,18 @@ def demo_config(options: DemoOptions, env: Mapping[str, str], *, reuse: bool = T
     Raises ConfigError.
     """
     reuse_section = "kv_cache_config.block_reuse_config"
-    sets = [] if options.config is not None else list(_DEFAULTS)
+    defaults = [] if options.config is not None else list(_DEFAULTS)
+    sets: list[str] = []
     if options.policy is not None:
         sets.append(f"{reuse_section}.policy={options.policy}")
     if options.max_num_turns is not None:
         sets.append(f"{reuse_section}.max_num_turns={options.max_num_turns}")
     elif options.config is None and options.policy in (None, ReusePolicy.PER_CONVERSATION.value):
-        sets.append(f"{reuse_section}.max_num_turns={_DEFAULT_MAX_NUM_TURNS}")
+        defaults.append(f"{reuse_section}.max_num_turns={_DEFAULT_MAX_NUM_TURNS}")
     sets += [*options.sets, "server.host=127.0.0.1", "server.port=0", "server.api_keys_file=null"]
     if not reuse:
         sets += [f"{section}.enable_block_reuse=false" for section in _NO_REUSE]
-    return load_config(options.config, sets, env)
+    return load_config(options.config, sets, env, defaults=defaults)
 
 
 async def run_demo(

@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from cluster.engine.errors import EngineError, InvalidStepError, ModelLoadError
+from cluster.engine.free_memory import free_memory_bytes
 from cluster.engine.hash_runner import HashRunner
 from cluster.engine.hash_tokenizer import HashTokenizer
 from cluster.engine.load import describe_model, load_runner, load_tokenizer, make_storage
@@ -34,6 +35,7 @@ __all__ = [
     "TextStream",
     "Tokenizer",
     "describe_model",
+    "free_memory_bytes",
     "load_runner",
     "load_tokenizer",
     "make_storage",

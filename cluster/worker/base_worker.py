@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.engine import load_runner, make_storage
+from cluster.engine import free_memory_bytes, load_runner, make_storage
 from cluster.engine_loop import EngineLoop
 from cluster.errors import EngineBrokenError, NotReadyError, StartupError
 from cluster.log import configure_logging
@@ -79,7 +79,8 @@ class BaseWorker:
         runner = load_runner(
             spec.model, tokens_per_block=spec.kv_cache.tokens_per_block, device=spec.device, dtype=spec.dtype
         )
-        num_pages = pool_pages(spec.kv_cache, runner.layout, memory_share=spec.memory_share)
+        free_bytes = int(free_memory_bytes(spec.device) * spec.memory_share)
+        num_pages = pool_pages(spec.kv_cache, runner.layout, free_bytes)
         self.storage = make_storage(runner, num_pages)
         runner.bind(self.storage)
         self.manager = KvCacheManager(runner.layout, spec.kv_cache, self.storage, worker_id=spec.worker_id)

@@ -19,8 +19,8 @@ class WorkerSpec:
     secret          shared by the workers of one cluster; proves membership in the transceiver's handshake
     reachable_from  address of the orchestrator's node; the worker tells its peers the address that it has on the route
                     to it (loopback for loopback)
-    memory_share    share of the node's free memory that `free_memory_fraction` is taken of: workers that share a node
-                    do not promise the same memory twice
+    memory_share    share of the device's free memory that this worker may count on: workers that share a node's memory
+                    do not promise it twice
     log_level       what the worker's process logs to stderr; None leaves logging as it is
     """
 

@@ -70,7 +70,7 @@ def user(text: str) -> dict[str, str]:
 
 
 def client_of(cluster: RunningCluster) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=cluster.base_url, timeout=60)
+    return httpx.AsyncClient(base_url=cluster.base_url, timeout=150)
 
 
 async def test_a_conversation_over_http_reuses_both_sides_and_equals_the_aggregated_run():
