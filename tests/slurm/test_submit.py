@@ -102,7 +102,7 @@ def test_a_job_that_ends_leaves_no_process_on_its_nodes(separate_nodes: VirtualS
     separate_nodes.wait_job(job.job_id, ["COMPLETED"], 60)
     for name in job.state()["nodes"]:
         processes = separate_nodes.run(["ps", "-e", "-o", "args"], on_node=name).stdout
-        assert "cluster.launch" not in processes
+        assert str(job.folder) not in processes
         assert "sleep 432" not in processes
 
 
