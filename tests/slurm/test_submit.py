@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.slurm.jobs import Job, command, kvferry, submit, write_config
+from tests.slurm.jobs import REPOSITORY, Job, command, kvferry, submit, write_config
 from tests.slurm.virtual_slurm import VirtualSlurm, wait_for
 
 pytestmark = pytest.mark.slurm
@@ -71,6 +72,18 @@ def test_cancel_lets_the_driver_finish(slurm: VirtualSlurm, tmp_path: Path) -> N
     assert job.failures() == []
     again = kvferry(slurm, "slurm", "cancel", str(job.job_id))
     assert (again.returncode, "does not run" in again.stderr) == (1, True)
+
+
+def test_the_warning_before_the_time_limit_drains(slurm: VirtualSlurm, tmp_path: Path) -> None:
+    script = "trap 'echo finished; exit 0' TERM; echo started; while :; do sleep 0.1; done"
+    section = {**command("bash", "-c", script), "signal_before_end_s": 30}
+    job = submit(slurm, write_config(tmp_path, "warned", section))
+    wait_for(lambda: "started" in job.log("_command"), "the driver runs", 60)
+    slurm.run(["scancel", "--batch", "--signal=USR1", str(job.job_id)])  # what --signal=B:USR1@30 sends
+    info = slurm.wait_job(job.job_id, ENDED, 30)
+    assert (info.state, info.exit_code) == ("COMPLETED", 0)
+    assert "draining: SIGUSR1 at the batch script" in job.log("_nodes")
+    assert job.log("_command").endswith("finished\n")
 
 
 def test_a_driver_that_ignores_the_drain_is_killed_and_reported(slurm: VirtualSlurm, tmp_path: Path) -> None:
@@ -163,9 +176,13 @@ def test_ports_and_venv_are_looked_for_on_idle_nodes(separate_nodes: VirtualSlur
         return done.returncode == 0
 
     wait_for(listens, "somebody listens on node2", 20)
-    config = write_config(tmp_path, "taken", {"nodelist": "node2,node3"}, server={"port": 8123})
+    config = write_config(tmp_path, "taken", {"nodelist": "node[2-3]"}, server={"port": 8123})
     done = kvferry(separate_nodes, "slurm", "submit", "-c", str(config))
+    unasked = submit(separate_nodes, config, "--no-preflight")  # the job's first step looks again
+    info = separate_nodes.wait_job(unasked.job_id, ENDED, 60)
     separate_nodes.run(["scancel", str(holder)])
+    assert (info.state, info.exit_code) == ("FAILED", 70)
+    assert "port 8123 (server.port) is taken on node2" in unasked.failures()[0]["cause"]
     assert done.returncode == 2
     assert "server.port: port 8123 is taken on node2" in done.stderr
 
@@ -200,3 +217,20 @@ def test_time_limit_drains(slurm: VirtualSlurm, limited: Job) -> None:
     wait_for(lambda: limited.state()["phase"] == "ended", "the runner tore down", 10)
     assert limited.log("_command").startswith("started\n")
     assert limited.log("_command").endswith("drained\n")
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "places"),
+    [
+        ("slurm/submit.py", ["-c", "slurm/cluster.yaml"], ["server.api_keys_file", "slurm.partition", "slurm.venv"]),
+        ("slurm/cache_transceiver_test/submit.py", ["--dry-run"], ["slurm.partition", "slurm.account", "slurm.venv"]),
+    ],
+)
+def test_the_shipped_files_load_and_name_their_placeholders(
+    slurm: VirtualSlurm, script: str, arguments: list[str], places: list[str]
+) -> None:
+    done = slurm.run([sys.executable, script, *arguments], cwd=REPOSITORY, env={"PYTHONPATH": "."})
+    assert done.returncode == 2
+    for place in places:
+        assert f"{place}: the placeholder <" in done.stderr
+    assert "unknown key" not in done.stderr
