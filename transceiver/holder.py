@@ -10,7 +10,6 @@ import hmac
 import logging
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +17,8 @@ from numpy.typing import NDArray
 from kvcache.block_table import BlockTable
 from transceiver.errors import LinkClosedError
 from transceiver.handshake import sign
-from transceiver.loop_context import LoopContext, Timer
+from transceiver.holder_pulls import ActivePull, ParkedRequest, request_columns
+from transceiver.loop_context import LoopContext
 from transceiver.page_part import PartView
 from transceiver.publication import Publication
 from transceiver.transfer_state import TransferState
@@ -33,30 +33,6 @@ _MAX_ENDED = 8192
 _MAX_PARKED = 1024
 
 
-@dataclass(slots=True, eq=False)
-class _ActivePull:
-    link: Link
-    request: PullRequest
-    parts: tuple[PartView | None, ...]
-    publication: Publication
-    started: float
-    groups: NDArray[np.int32]
-    ordinals: NDArray[np.int32]
-    valid: NDArray[np.int32]
-    waiting: NDArray[np.int64]  # rows that were not granted yet
-    timer: Timer | None = None
-    reason: str = ""
-    status: TransferStatus = TransferStatus.CANCELLED
-
-
-@dataclass(slots=True, eq=False)
-class _Parked:
-    link: Link
-    request: PullRequest
-    parts: tuple[PartView | None, ...]
-    timer: Timer
-
-
 class HolderSide:
     """All publications of one transceiver."""
 
@@ -64,9 +40,9 @@ class HolderSide:
         self._ctx = context
         self._boot = boot
         self._open: dict[str, Publication] = {}
-        self._active: dict[tuple[int, int], _ActivePull] = {}
+        self._active: dict[tuple[int, int], ActivePull] = {}
         self._ended: OrderedDict[str, str] = OrderedDict()
-        self._parked: dict[str, list[_Parked]] = {}
+        self._parked: dict[str, list[ParkedRequest]] = {}
 
     def token(self, transfer_id: str, conversation: bytes, scope: bytes) -> bytes:
         """The capability of a grant: unguessable, good for one transfer id, conversation and scope of this process."""
@@ -125,7 +101,7 @@ class HolderSide:
             stats.refused_pulls += 1
             self._tell(link, Refuse(request.pull_id, *refusal))
             return
-        active = _ActivePull(link, request, parts, publication, self._ctx.clock(), *_columns(request))
+        active = ActivePull(link, request, parts, publication, self._ctx.clock(), *request_columns(request))
         self._active[id(link), request.pull_id] = active
         publication.machine.advance(TransferState.READY)
         publication.machine.advance(TransferState.TRANSFERRING)
@@ -165,11 +141,11 @@ class HolderSide:
             return
         ttl = min(self._ctx.config.early_request_ttl_ms, max(1, request.timeout_ms)) / 1000
         timer = self._ctx.after(ttl, lambda: self._drop_parked(request.transfer_id, link, request.pull_id))
-        waiting.append(_Parked(link, request, parts, timer))
+        waiting.append(ParkedRequest(link, request, parts, timer))
 
     def _unpark(self, transfer_id: str, link: Link, pull_id: int | None) -> bool:
-        kept: list[_Parked] = []
-        dropped: list[_Parked] = []
+        kept: list[ParkedRequest] = []
+        dropped: list[ParkedRequest] = []
         for entry in self._parked.get(transfer_id, ()):
             same = entry.link is link and (pull_id is None or entry.request.pull_id == pull_id)
             (dropped if same else kept).append(entry)
@@ -217,10 +193,10 @@ class HolderSide:
 
     # --- inside -------------------------------------------------------------------------------------------------
 
-    def _of(self, publication: Publication) -> list[_ActivePull]:
+    def _of(self, publication: Publication) -> list[ActivePull]:
         return [active for active in self._active.values() if active.publication is publication]
 
-    def _grant(self, active: _ActivePull) -> None:
+    def _grant(self, active: ActivePull) -> None:
         """Tell the receiver where the rows lie that are published by now; all others when no more will come."""
         publication, storage, verify = active.publication, self._ctx.storage, active.request.verify
         waiting = active.waiting
@@ -286,7 +262,7 @@ class HolderSide:
             digests.append(digest)
         return b"".join(digests)
 
-    def _send_digests(self, active: _ActivePull, rows: NDArray[np.int32], result: list[bytes] | BaseException) -> None:
+    def _send_digests(self, active: ActivePull, rows: NDArray[np.int32], result: list[bytes] | BaseException) -> None:
         if self._active.get((id(active.link), active.request.pull_id)) is not active:
             return
         if isinstance(result, BaseException):
@@ -336,13 +312,13 @@ class HolderSide:
             wait = self._ctx.config.drain_timeout_ms / 1000
             active.timer = self._ctx.after(wait, lambda active=active: self._abandon(active))  # type: ignore[misc]
 
-    def _abandon(self, active: _ActivePull) -> None:
+    def _abandon(self, active: ActivePull) -> None:
         """The receiver did not let go in time. It may read on: the generation check keeps that harmless."""
         if self._active.pop((id(active.link), active.request.pull_id), None) is not None:
             self._resolve(active.publication, active.status, active.reason, active)
 
     def _resolve(
-        self, publication: Publication, status: TransferStatus, reason: str, active: _ActivePull | None = None,
+        self, publication: Publication, status: TransferStatus, reason: str, active: ActivePull | None = None,
         ack: Ack | None = None,
     ) -> None:  # fmt: skip
         if publication.future.done():
@@ -378,16 +354,3 @@ class HolderSide:
             link.send(encode(message))
         except LinkClosedError as error:
             _log.debug("%s not sent: %s", type(message).__name__, error)  # the loss of the link resolves the rest
-
-
-def _columns(
-    request: PullRequest,
-) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], NDArray[np.int64]]:
-    """Group, ordinal, valid tokens and index of every requested row."""
-    empty = np.empty(0, np.int32)
-    columns = (
-        np.concatenate([empty, *(np.full(len(g.ordinals), g.group, np.int32) for g in request.groups)]),
-        np.concatenate([empty, *(g.ordinals for g in request.groups)]),
-        np.concatenate([empty, *(g.valid_tokens for g in request.groups)]),
-    )
-    return *columns, np.arange(len(columns[0]), dtype=np.int64)

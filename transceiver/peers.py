@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from enum import StrEnum
 
 from kvcache.layout import KvLayout
 from transceiver.errors import HandshakeRefusedError, LinkClosedError, TransceiverError, WireFormatError
@@ -25,12 +23,12 @@ from transceiver.handshake import (
     parts_between,
 )
 from transceiver.holder import HolderSide
-from transceiver.loop_context import LoopContext, Timer
-from transceiver.page_part import PagePart
+from transceiver.loop_context import LoopContext
+from transceiver.peer import LinkPhase, Peer
 from transceiver.receiver import Pull, Read
 from transceiver.stats import LinkStats
 from transceiver.transfer_types import TransferStatus
-from transceiver.transport import Link, RemoteRegion
+from transceiver.transport import Link
 from transceiver.wire import (
     MAX_MESSAGE_BYTES,
     MAX_UNPROVEN_BYTES,
@@ -50,62 +48,11 @@ from transceiver.wire import (
     encode,
 )
 
-__all__ = ["Peer", "PeerTable"]
+__all__ = ["PeerTable"]
 
 _log = logging.getLogger(__name__)
 _MAX_HELLO_BYTES = MAX_UNPROVEN_BYTES
 _LINGER_S = 0.5  # how long a refused link stays open so that the refusal arrives
-
-
-class _Phase(StrEnum):
-    CONNECTING = "connecting"  # Hello sent / nothing received yet
-    PROVING = "proving"  # Proof sent / Challenge sent
-    READY = "ready"
-    CLOSED = "closed"
-
-
-@dataclass(slots=True, eq=False)
-class Peer:
-    """One link and what is known of its other end."""
-
-    link: Link
-    outgoing: bool
-    cut: Callable[[str], None]
-    phase: _Phase = _Phase.CONNECTING
-    address: str = ""
-    hello: Hello | None = None
-    challenge: Challenge | None = None
-    worker_id: str = ""
-    timer: Timer | None = None
-    pulls: dict[int, Pull] = field(default_factory=dict)
-    parts: tuple[PagePart | None, ...] = ()
-    farewells: list[bytes] = field(default_factory=list)
-    infos: dict[tuple[int, int], RegionInfo] = field(default_factory=dict)
-    regions: dict[tuple[int, int], RemoteRegion] = field(default_factory=dict)
-
-    def num_pages(self, group: int) -> int:
-        """Pages in the peer's pool of `group`."""
-        info = self.infos[0, group]
-        return info.nbytes // info.page_bytes
-
-    def page_bytes(self, group: int) -> int:
-        """Bytes of a page of the peer's pool of `group`."""
-        return self.infos[0, group].page_bytes
-
-    def pool(self, group: int) -> RemoteRegion:
-        """The peer's pages, readable."""
-        return self._region(0, group)
-
-    def generations(self, group: int) -> RemoteRegion:
-        """The peer's generation numbers, readable."""
-        return self._region(1, group)
-
-    def _region(self, kind: int, group: int) -> RemoteRegion:
-        region = self.regions.get((kind, group))
-        if region is None:
-            info = self.infos[kind, group]
-            region = self.regions[kind, group] = self.link.open_region(info.address, info.nbytes, info.key)
-        return region
 
 
 class PeerTable:
@@ -142,7 +89,7 @@ class PeerTable:
                 pull.fail(TransferStatus.FAILED, str(error))
                 return
         peer.pulls[pull.pull_id] = pull
-        if peer.phase is _Phase.READY:
+        if peer.phase is LinkPhase.READY:
             pull.on_link(peer)
 
     def detach(self, pull: Pull) -> None:
@@ -180,7 +127,7 @@ class PeerTable:
         return peer
 
     def _too_late(self, peer: Peer) -> None:
-        if peer.phase is not _Phase.READY:
+        if peer.phase is not LinkPhase.READY:
             self._close(peer, "no handshake within connect_timeout_ms")
 
     # --- TransportHandler ---------------------------------------------------------------------------------------
@@ -204,12 +151,12 @@ class PeerTable:
 
     def on_message(self, link: Link, payload: bytes) -> None:
         peer = self._by_link.get(id(link))
-        if peer is None or peer.phase is _Phase.CLOSED:
+        if peer is None or peer.phase is LinkPhase.CLOSED:
             return
         limit = _MAX_HELLO_BYTES + len(self._layout) * 4
         try:
-            message = decode(payload, MAX_MESSAGE_BYTES if peer.phase is _Phase.READY else limit)
-            if peer.phase is _Phase.READY:
+            message = decode(payload, MAX_MESSAGE_BYTES if peer.phase is LinkPhase.READY else limit)
+            if peer.phase is LinkPhase.READY:
                 self._dispatch(peer, message)
             else:
                 self._handshake(peer, message)
@@ -226,17 +173,17 @@ class PeerTable:
 
     def _handshake(self, peer: Peer, message: Message) -> None:
         match message:
-            case Hello() if not peer.outgoing and peer.phase is _Phase.CONNECTING:
+            case Hello() if not peer.outgoing and peer.phase is LinkPhase.CONNECTING:
                 if len(message.nonce) != NONCE_BYTES:
                     raise HandshakeRefusedError("nonce", "the challenge has a wrong length")
                 peer.hello = message
                 peer.challenge = make_challenge(self._ctx.secret, message, self._nonce(), self._ctx.worker_id)
-                peer.phase = _Phase.PROVING
+                peer.phase = LinkPhase.PROVING
                 self._tell(peer, peer.challenge)
-            case Challenge() if peer.outgoing and peer.phase is _Phase.CONNECTING and peer.hello is not None:
+            case Challenge() if peer.outgoing and peer.phase is LinkPhase.CONNECTING and peer.hello is not None:
                 check_challenge(self._ctx.secret, peer.hello, message)
                 peer.worker_id = message.worker_id
-                peer.phase = _Phase.PROVING
+                peer.phase = LinkPhase.PROVING
                 self._tell(peer, make_proof(self._ctx.secret, peer.hello, message, self._layout))
             case Proof() if not peer.outgoing and peer.hello is not None and peer.challenge is not None:
                 check_proof(self._ctx.secret, peer.hello, peer.challenge, message)
@@ -244,7 +191,7 @@ class PeerTable:
                 peer.worker_id = peer.hello.worker_id
                 self._ready(peer)
                 self._tell(peer, Welcome(self._layout, self.own_regions, self._ctx.transport.identity))
-            case Welcome() if peer.outgoing and peer.phase is _Phase.PROVING:
+            case Welcome() if peer.outgoing and peer.phase is LinkPhase.PROVING:
                 layout = check_layout(self._own, message.layout)
                 peer.parts = parts_between(layout, self._own)
                 self._check_regions(peer, layout.layout, message)
@@ -256,7 +203,7 @@ class PeerTable:
                     pull.on_link(peer)
             case Hello() if not peer.outgoing and message == peer.hello:
                 self._ctx.stats.stale_messages += 1  # a duplicate
-            case Challenge() if peer.outgoing and peer.phase is _Phase.PROVING:
+            case Challenge() if peer.outgoing and peer.phase is LinkPhase.PROVING:
                 self._ctx.stats.stale_messages += 1
             case Refuse():
                 self._ctx.stats.refused_links += 1
@@ -275,7 +222,7 @@ class PeerTable:
             self.attach(pull)
 
     def _ready(self, peer: Peer) -> None:
-        peer.phase = _Phase.READY
+        peer.phase = LinkPhase.READY
         if peer.timer is not None:
             peer.timer.cancel()
         while peer.farewells:
@@ -348,9 +295,9 @@ class PeerTable:
         self._forget(peer, reason)
 
     def _forget(self, peer: Peer, reason: str) -> None:
-        if peer.phase is _Phase.CLOSED:
+        if peer.phase is LinkPhase.CLOSED:
             return
-        peer.phase = _Phase.CLOSED
+        peer.phase = LinkPhase.CLOSED
         if peer.timer is not None:
             peer.timer.cancel()
         self._by_link.pop(id(peer.link), None)
@@ -377,4 +324,4 @@ class PeerTable:
 
     def links(self) -> dict[str, str]:
         """worker id -> transport of every ready link."""
-        return {peer.worker_id: peer.link.transport for peer in self._by_link.values() if peer.phase is _Phase.READY}
+        return {peer.worker_id: peer.link.transport for peer in self._by_link.values() if peer.phase is LinkPhase.READY}

@@ -18,17 +18,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.block_table import BlockTable
-from transceiver.digest import DIGEST_BYTES, block_digest
+from transceiver.arrival_checks import ArrivalChecks
+from transceiver.digest import block_digest
 from transceiver.errors import LinkClosedError, TransceiverError
 from transceiver.loop_context import LoopContext, Timer
 from transceiver.pull_reads import STAGING_BYTES, Rows, Segment, plan_segments
 from transceiver.transfer_state import TransferState, TransferStateMachine
 from transceiver.transfer_types import GrantTicket, TransferOutcome, TransferStatus
-from transceiver.transport import ReadBatch
 from transceiver.wire import Ack, Cancel, Digests, Grant, GroupRows, PullRequest, Refuse, encode
 
 if TYPE_CHECKING:
-    from transceiver.peers import Peer
+    from transceiver.peer import Peer
 
 __all__ = ["Pull", "Read"]
 
@@ -91,10 +91,8 @@ class Pull:
         self._buffers: list[NDArray[np.uint8]] = []
         self._buffers_made = 0
         self._last = False
-        self._scratch: dict[int, tuple[int, NDArray[np.uint64]]] = {}
         self._checking = False
-        self._expected: dict[int, bytes] = {}
-        self._actual: dict[int, bytes] = {}
+        self._checks = ArrivalChecks(self._rows)
         self._bytes = 0
         self._segments = 0
 
@@ -195,7 +193,7 @@ class Pull:
         self._bad[rows] |= message.pages == _MISSING
         self._last = bool(message.last)
         if message.digests:
-            self._store_digests(rows, message.digests)
+            self._checks.expect(rows, message.digests)
         self._queue.extend(
             plan_segments(
                 self._rows, rows[message.pages >= 0].astype(np.int64), self._ctx.storage, peer.parts,
@@ -211,12 +209,8 @@ class Pull:
         if self._machine.terminal or (len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < len(self._rows)):
             self._ctx.stats.stale_messages += 1
             return
-        self._store_digests(rows, message.digests)
+        self._checks.expect(rows, message.digests)
         self._check_done()
-
-    def _store_digests(self, rows: NDArray[np.int32], digests: bytes) -> None:
-        for index, row in enumerate(rows.tolist()):
-            self._expected[row] = digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
 
     def _pump(self) -> None:
         limit = self._ctx.config.max_segments_in_flight
@@ -291,7 +285,7 @@ class Pull:
             ]
 
         if not segment.staged and segment.nbytes <= _INLINE_HASH_BYTES:
-            self._actual.update(zip(segment.rows.tolist(), work(), strict=True))
+            self._checks.found(segment.rows, work())
             return
 
         def done(result: list[bytes] | BaseException) -> None:
@@ -302,7 +296,7 @@ class Pull:
             if isinstance(result, BaseException):
                 self.fail(TransferStatus.FAILED, f"could not place or hash received blocks: {result!r}")
             else:
-                self._actual.update(zip(segment.rows.tolist(), result, strict=False))
+                self._checks.found(segment.rows, result)
                 self._pump()
             self._try_settle()
 
@@ -323,40 +317,33 @@ class Pull:
         if self._working:
             return
         if self._ctx.config.verify:
-            arrived = np.flatnonzero(~self._bad).tolist()
-            if any(row not in self._expected for row in arrived):
+            arrived = np.flatnonzero(~self._bad)
+            if not self._checks.complete(arrived):
                 return
-            for row in arrived:
-                self._ctx.stats.digests_checked += 1
-                if self._expected[row] != self._actual[row]:
-                    self._bad[row] = True
-                    self._ctx.stats.digest_mismatches += 1
+            wrong = self._checks.mismatches(arrived)
+            self._ctx.stats.digests_checked += len(arrived)
+            self._ctx.stats.digest_mismatches += len(wrong)
+            self._bad[wrong] = True
         self._finish()
 
     def _read_generations(self) -> bool:
         """Start reading the holder's generation numbers; False when no block was read."""
         peer = self._peer
         assert peer is not None
-        for group in np.unique(self._rows.group[self._rows.remote >= 0]).tolist():
-            pages = self._rows.remote[(self._rows.group == group) & (self._rows.remote >= 0)]
-            low, high = int(pages.min()), int(pages.max()) + 1
-            scratch = np.zeros(high - low, np.uint64)
-            self._scratch[group] = (low, scratch)
+        reads = self._checks.generation_reads()
+        for group, batch in reads:
             try:
-                batch = ReadBatch.single(scratch.ctypes.data, low * 8, scratch.nbytes)
                 peer.link.get(batch, peer.generations(group), None, Read(self, None))
             except (LinkClosedError, TransceiverError) as error:
                 self.fail(TransferStatus.FAILED, str(error))
                 return True
             self._reads += 1
-        return bool(self._scratch)
+        return bool(reads)
 
     def _check_generations(self) -> None:
-        for group, (low, scratch) in self._scratch.items():
-            rows = np.flatnonzero((self._rows.group == group) & (self._rows.remote >= 0))
-            stale = scratch[self._rows.remote[rows] - low] != self._rows.generation[rows]
-            self._ctx.stats.stale_generations += int(stale.sum())
-            self._bad[rows[stale]] = True
+        stale = self._checks.stale()
+        self._ctx.stats.stale_generations += len(stale)
+        self._bad[stale] = True
 
     def _finish(self) -> None:
         if not self._bad.any():

@@ -13,7 +13,6 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,11 +22,12 @@ from transceiver.cma import process_identity
 from transceiver.config import CacheTransceiverConfig
 from transceiver.errors import TransceiverError, TransportUnavailableError
 from transceiver.transport import TransportHandler
-from transceiver.ucp_binding import UCS_INPROGRESS, UCS_OK, UcpBinding
-from transceiver.ucx_link import AM_ID, PendingRead, UcxLink
+from transceiver.ucp_binding import UCS_INPROGRESS, UCS_OK
+from transceiver.ucx_fabric import UcxFabric
+from transceiver.ucx_link import PendingRead, UcxLink
 from transceiver.wire import MAX_MESSAGE_BYTES
 
-__all__ = ["UcxFabric", "UcxTransport", "parse_address"]
+__all__ = ["UcxTransport", "parse_address"]
 
 _log = logging.getLogger(__name__)
 _MAX_PROGRESS = 64  # rounds before events are delivered, so that a busy fabric cannot starve the protocol
@@ -50,53 +50,6 @@ def parse_address(address: str) -> tuple[str, int]:
     if scheme != "ucx" or not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise TransceiverError(f"{address!r} is not an address of the form ucx://host:port")
     return host.strip("[]"), int(port)
-
-
-class UcxFabric:
-    """One UCX context with one worker, and the memory registered with it."""
-
-    def __init__(self, api: Any, options: dict[str, str], on_message: Callable[[int, int, int], None]) -> None:
-        feature = api.Feature
-        self.api = api
-        self.context = api.UCXContext(options, (feature.AM, feature.RMA, feature.WAKEUP))
-        self.worker = api.UCXWorker(self.context, False, False)
-        self.worker.init_blocking_progress_mode()
-        self.ucp = UcpBinding()
-        self.handle: int = self.worker.handle
-        self.event_fd: int = self.worker.epoll_file_descriptor
-        self._keep = self.ucp.on_message(self.handle, AM_ID, on_message)
-        self._regions: dict[int, int] = {}  # registration -> UCX memory handle
-        self._params: dict[int, ctypes.Structure] = {}
-
-    def map(self, registration: int, region: MemoryRegion) -> bytes:
-        """Register memory under the transport's number; returns its packed key."""
-        handle = self.ucp.map_memory(self.context.handle, region.address, region.nbytes)
-        self._regions[registration] = handle
-        return self.ucp.pack_key(self.context.handle, handle)
-
-    def get_param(self, registration: int | None) -> ctypes.Structure:
-        """The reusable parameter block of reads into a registered region (None: unregistered memory)."""
-        key = registration or 0
-        param = self._params.get(key)
-        if param is None:
-            param = self._params[key] = self.ucp.get_param(self._regions.get(key))
-        return param
-
-    def progress(self) -> bool:
-        """One step of UCX; True when something happened."""
-        return bool(self.ucp.progress(self.handle))
-
-    def close(self) -> None:
-        """Unregister everything. Endpoints and listeners must be gone."""
-        self.ucp.on_message(self.handle, AM_ID, None)
-        for _ in range(_MAX_PROGRESS):
-            if not self.progress():
-                break
-        for handle in self._regions.values():
-            self.ucp.unmap_memory(self.context.handle, handle)
-        self._regions.clear()
-        self.worker = None
-        self.context = None
 
 
 class UcxTransport:

@@ -16,7 +16,8 @@ from transceiver.transport import ReadBatch, RemoteRegion
 from transceiver.ucp_binding import UcpError
 
 if TYPE_CHECKING:
-    from transceiver.ucx import UcxFabric, UcxTransport
+    from transceiver.ucx import UcxTransport
+    from transceiver.ucx_fabric import UcxFabric
 
 __all__ = ["AM_ID", "PendingRead", "UcxLink", "UcxRemoteRegion"]
 

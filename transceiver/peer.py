@@ -1,0 +1,69 @@
+"""One link and what is known of its other end: how far the handshake is, its pools, the pulls that use it.
+
+Made and changed by `PeerTable`; read by `Pull`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from transceiver.loop_context import Timer
+from transceiver.messages import Challenge, Hello, RegionInfo
+from transceiver.page_part import PagePart
+from transceiver.receiver import Pull
+from transceiver.transport import Link, RemoteRegion
+
+__all__ = ["LinkPhase", "Peer"]
+
+
+class LinkPhase(StrEnum):
+    CONNECTING = "connecting"  # Hello sent / nothing received yet
+    PROVING = "proving"  # Proof sent / Challenge sent
+    READY = "ready"
+    CLOSED = "closed"
+
+
+@dataclass(slots=True, eq=False)
+class Peer:
+    """One link and what is known of its other end."""
+
+    link: Link
+    outgoing: bool
+    cut: Callable[[str], None]
+    phase: LinkPhase = LinkPhase.CONNECTING
+    address: str = ""
+    hello: Hello | None = None
+    challenge: Challenge | None = None
+    worker_id: str = ""
+    timer: Timer | None = None
+    pulls: dict[int, Pull] = field(default_factory=dict)
+    parts: tuple[PagePart | None, ...] = ()
+    farewells: list[bytes] = field(default_factory=list)
+    infos: dict[tuple[int, int], RegionInfo] = field(default_factory=dict)
+    regions: dict[tuple[int, int], RemoteRegion] = field(default_factory=dict)
+
+    def num_pages(self, group: int) -> int:
+        """Pages in the peer's pool of `group`."""
+        info = self.infos[0, group]
+        return info.nbytes // info.page_bytes
+
+    def page_bytes(self, group: int) -> int:
+        """Bytes of a page of the peer's pool of `group`."""
+        return self.infos[0, group].page_bytes
+
+    def pool(self, group: int) -> RemoteRegion:
+        """The peer's pages, readable."""
+        return self._region(0, group)
+
+    def generations(self, group: int) -> RemoteRegion:
+        """The peer's generation numbers, readable."""
+        return self._region(1, group)
+
+    def _region(self, kind: int, group: int) -> RemoteRegion:
+        region = self.regions.get((kind, group))
+        if region is None:
+            info = self.infos[kind, group]
+            region = self.regions[kind, group] = self.link.open_region(info.address, info.nbytes, info.key)
+        return region

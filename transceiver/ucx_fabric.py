@@ -1,0 +1,62 @@
+"""One UCX context with one worker, and the memory registered with it. Used by `transceiver.ucx` in its thread."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+from kvcache.storage.page_storage import MemoryRegion
+from transceiver.ucp_binding import UcpBinding
+from transceiver.ucx_link import AM_ID
+
+__all__ = ["UcxFabric"]
+
+_MAX_DRAIN = 64
+
+
+class UcxFabric:
+    """One UCX context with one worker, and the memory registered with it."""
+
+    def __init__(self, api: Any, options: dict[str, str], on_message: Callable[[int, int, int], None]) -> None:
+        feature = api.Feature
+        self.api = api
+        self.context = api.UCXContext(options, (feature.AM, feature.RMA, feature.WAKEUP))
+        self.worker = api.UCXWorker(self.context, False, False)
+        self.worker.init_blocking_progress_mode()
+        self.ucp = UcpBinding()
+        self.handle: int = self.worker.handle
+        self.event_fd: int = self.worker.epoll_file_descriptor
+        self._keep = self.ucp.on_message(self.handle, AM_ID, on_message)
+        self._regions: dict[int, int] = {}  # registration -> UCX memory handle
+        self._params: dict[int, ctypes.Structure] = {}
+
+    def map(self, registration: int, region: MemoryRegion) -> bytes:
+        """Register memory under the transport's number; returns its packed key."""
+        handle = self.ucp.map_memory(self.context.handle, region.address, region.nbytes)
+        self._regions[registration] = handle
+        return self.ucp.pack_key(self.context.handle, handle)
+
+    def get_param(self, registration: int | None) -> ctypes.Structure:
+        """The reusable parameter block of reads into a registered region (None: unregistered memory)."""
+        key = registration or 0
+        param = self._params.get(key)
+        if param is None:
+            param = self._params[key] = self.ucp.get_param(self._regions.get(key))
+        return param
+
+    def progress(self) -> bool:
+        """One step of UCX; True when something happened."""
+        return bool(self.ucp.progress(self.handle))
+
+    def close(self) -> None:
+        """Unregister everything. Endpoints and listeners must be gone."""
+        self.ucp.on_message(self.handle, AM_ID, None)
+        for _ in range(_MAX_DRAIN):
+            if not self.progress():
+                break
+        for handle in self._regions.values():
+            self.ucp.unmap_memory(self.context.handle, handle)
+        self._regions.clear()
+        self.worker = None
+        self.context = None
