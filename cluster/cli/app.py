@@ -49,6 +49,6 @@ def _root(
 for _command in (serve, chat, demo, check, schema, doctor, replay):
     app.command()(_command)
 app.command(name="transceiver-test")(transceiver_test)
-app.add_typer(slurm_app)
-app.add_typer(ray_app)
+app.add_typer(slurm_app, name="slurm")
+app.add_typer(ray_app, name="ray")
 app.add_typer(bench_app)
