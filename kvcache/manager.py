@@ -159,6 +159,12 @@ class KvCacheManager:
             if self.tiers is not None and len(self.tiers) and len(checked) > 1:
                 onboard(self, self.tiers, checked[:-1], digest)
             match = self._match(checked, digest)
+            try:
+                self.check_signs(checked[0 if match is None else match.token_match :])
+            except InvalidTokensError:
+                if conversation is not None:
+                    self.require_ledger().finish(conversation, request_id)
+                raise
             sequence = SequenceCache(self, request_id, checked, digest, match, conversation, conversation_id)
             self._sequences[id(sequence)] = sequence
             self.tree.order.request_began(sequence.owner)
@@ -281,7 +287,9 @@ class KvCacheManager:
             raise CorruptedCacheError(f"the cache manager failed half-way ({self.poison_reason})") from error
 
     def checked_tokens(self, tokens: Tokens, *, allow_empty: bool = False) -> Tokens:
-        """`tokens` as a contiguous int32 array. Raises InvalidTokensError."""
+        """`tokens` as a contiguous int32 array (the sign of int32 ids is left to `check_signs`). Raises
+        InvalidTokensError.
+        """
         array = np.asarray(tokens)
         if array.ndim != 1 or (len(array) == 0 and not allow_empty):
             raise InvalidTokensError("give token ids as a non-empty one-dimensional array")
@@ -291,9 +299,13 @@ class KvCacheManager:
             if len(array) and (int(array.min()) < 0 or int(array.max()) >= 2**31):
                 raise InvalidTokensError("token ids lie in 0 .. 2^31 - 1")
             array = array.astype(np.int32)
-        elif len(array) and int(array.min()) < 0:
-            raise InvalidTokensError("token ids lie in 0 .. 2^31 - 1")
         return np.ascontiguousarray(array)
+
+    @staticmethod
+    def check_signs(tokens: Tokens) -> None:
+        """Raises InvalidTokensError for a negative id. What the tree holds needs no check: it never takes one in."""
+        if len(tokens) and int(tokens.min()) < 0:
+            raise InvalidTokensError("token ids lie in 0 .. 2^31 - 1")
 
     def check_group(self, group: int) -> int:
         """Raises UnknownLifeCycleError for a group that the layout does not have."""

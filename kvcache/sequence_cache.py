@@ -274,6 +274,7 @@ class SequenceCache:
                 f"request {self.request_id}: computed tokens from position {start} on differ from its prompt"
             )
         if end > self.prompt_tokens:
+            self._manager.check_signs(tokens[max(0, known) :])
             if end > len(self._tokens) or self._tokens.flags.writeable is False:
                 grown = np.empty(max(end + 64, len(self._tokens) * 5 // 4), dtype=np.int32)
                 grown[:start] = self._tokens[:start]

@@ -52,10 +52,12 @@ class ReturnHazard:
         by_reason = (_MOST_REASONS, _PER_REASON, _BINS)
         events_r = self._events.reshape(by_reason).sum(axis=1)
         exposure_r = exposure.reshape(by_reason).sum(axis=1)
+        # far ahead the fine classes say little more than the stop reason: lean on it
+        weight = _PRIOR_EVENTS * min(8.0, max(1.0, horizon / 40.0))
         overall = (self._events.sum(axis=0) + 1.0) / (exposure.sum(axis=0) + 60.0)
         reason_rate = (events_r + _PRIOR_EVENTS) / (exposure_r + _PRIOR_EVENTS / overall)
         prior = np.repeat(reason_rate, _PER_REASON, axis=0)
-        rate = (self._events + _PRIOR_EVENTS) / (exposure + _PRIOR_EVENTS / prior)
+        rate = (self._events + weight) / (exposure + weight / prior)
         total = np.concatenate([np.zeros((len(rate), 1)), np.cumsum(rate * _WIDTHS, axis=1)], axis=1)
         return self._at(total, rate, kinds, ages + horizon) - self._at(total, rate, kinds, ages)
 

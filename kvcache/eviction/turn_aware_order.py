@@ -1,8 +1,8 @@
 """Conversations least likely to come back soon go first, decided per conversation and learned while serving.
 
 The likelihood comes from the stop reason of the last turn, the conversation's past gaps and the idle time
-(`return_hazard`); "soon" is a fixed share of the measured time in which the whole cache is turned over. While the requests
-carry no stop reason there is nothing to learn from, and the order is plain LRU.
+(`return_hazard`); "soon" is a share of the measured time in which the whole cache is turned over. While the
+requests carry no stop reason there is nothing to learn from, and the order is plain LRU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ __all__ = ["TurnAwareOrder"]
 
 _FIRST_HORIZON_S = 60.0
 _LEAST_HORIZON_S, _MOST_HORIZON_S = 20.0, 1200.0
-_TURNOVER_SHARE = 1 / 24
+# the longer a cache lasts, the larger the share of that time in which a return still counts
+_LEAST_SHARE, _MOST_SHARE, _SHARE_PER_S = 1 / 24, 1 / 8, 1 / 12_000
 _REFRESH_S, _REFRESH_S_PER_OWNER = 0.25, 5e-5
 _REWIND_SHARE = 0.05  # how much likelier a turn goes on from the last one than from a branch left behind
 _SMOOTHING = 0.5
@@ -112,7 +113,8 @@ class TurnAwareOrder:
         self._evicted += blocks
         if self._evicted >= self._pool_blocks // 4 and now > self._mark:
             turnover = (now - self._mark) * self._pool_blocks / self._evicted
-            smoothed = self.horizon_s + 0.3 * (turnover * _TURNOVER_SHARE - self.horizon_s)
+            share = min(_MOST_SHARE, max(_LEAST_SHARE, turnover * _SHARE_PER_S))
+            smoothed = self.horizon_s + 0.3 * (turnover * share - self.horizon_s)
             self.horizon_s = min(_MOST_HORIZON_S, max(_LEAST_HORIZON_S, smoothed))
             self._mark, self._evicted = now, 0
 

@@ -48,6 +48,10 @@ class Open:
     accepted: bool
     ended: bool = False
 
+    @property
+    def can_end(self) -> bool:
+        return not self.ended and self.cache.prompt_ended and self.cache.suspended is None
+
 
 @dataclass
 class Published:
@@ -139,12 +143,12 @@ class CacheMachine(RuleBasedStateMachine):
         if not self.eviction_possible and not self.windows and not self.recurrent:
             assert reused == best
 
-    @precondition(lambda self: any(not one.ended for one in self.open))
+    @precondition(lambda self: any(not one.ended and one.cache.suspended is None for one in self.open))
     @rule(
         data=st.data(), count=st.integers(1, 9), more=st.integers(0, 6), answer=st.lists(st.integers(0, 2), max_size=3)
     )
     def step(self, data: st.DataObject, count: int, more: int, answer: list[int]) -> None:
-        one = data.draw(st.sampled_from([one for one in self.open if not one.ended]))
+        one = data.draw(st.sampled_from([one for one in self.open if not one.ended and one.cache.suspended is None]))
         cache = one.cache
         done = cache.num_computed_tokens
         try:
@@ -176,10 +180,10 @@ class CacheMachine(RuleBasedStateMachine):
             if (one.scope, list(tokens)) not in self.known:
                 self.known.append((one.scope, list(tokens)))
 
-    @precondition(lambda self: any(not one.ended and one.cache.prompt_ended for one in self.open))
+    @precondition(lambda self: any(one.can_end for one in self.open))
     @rule(data=st.data())
     def end_turn(self, data: st.DataObject) -> None:
-        one = data.draw(st.sampled_from([one for one in self.open if not one.ended and one.cache.prompt_ended]))
+        one = data.draw(st.sampled_from([one for one in self.open if one.can_end]))
         one.cache.end_turn(stop_reason="stop", output_tokens=len(one.tokens))
         one.ended = True
         self.remember(one)
@@ -191,6 +195,24 @@ class CacheMachine(RuleBasedStateMachine):
             while len(queue) > self.turns:
                 queue.popleft()
 
+    @precondition(lambda self: any(one.cache.suspended is None for one in self.open))
+    @rule(data=st.data())
+    def suspend(self, data: st.DataObject) -> None:
+        cache = data.draw(st.sampled_from([one.cache for one in self.open if one.cache.suspended is None]))
+        cache.suspend()
+
+    @precondition(lambda self: any(one.cache.suspended is not None for one in self.open))
+    @rule(data=st.data())
+    def resume(self, data: st.DataObject) -> None:
+        data.draw(st.sampled_from([one.cache for one in self.open if one.cache.suspended is not None])).resume()
+
+    @precondition(lambda self: self.eviction_possible)
+    @rule(data=st.data())
+    def budget(self, data: st.DataObject) -> None:
+        group = data.draw(st.integers(0, len(self.manager.pools) - 1))
+        pages = data.draw(st.sampled_from([self.pages, self.pages, self.pages * 3 // 4]))
+        self.manager.set_budget(pages, group)
+
     @precondition(lambda self: self.open)
     @rule(data=st.data())
     def close(self, data: st.DataObject) -> None:
@@ -198,10 +220,11 @@ class CacheMachine(RuleBasedStateMachine):
         one.cache.close()
         one.cache.close()
 
-    @precondition(lambda self: self.open and len(self.pins) < 4)
+    @precondition(lambda self: len(self.pins) < 4 and any(one.cache.suspended is None for one in self.open))
     @rule(data=st.data())
     def pin(self, data: st.DataObject) -> None:
-        self.pins.append(data.draw(st.sampled_from(self.open)).cache.pin_for_peer())
+        able = [one.cache for one in self.open if one.cache.suspended is None]
+        self.pins.append(data.draw(st.sampled_from(able)).pin_for_peer())
 
     @precondition(lambda self: self.pins)
     @rule(data=st.data())
@@ -211,7 +234,11 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.eviction_possible)
     @rule(data=st.data())
     def shrink(self, data: st.DataObject) -> None:
-        able = [one for one in self.open if not one.cache.sources and not one.cache.state_sources]
+        able = [
+            one
+            for one in self.open
+            if one.cache.suspended is None and one.cache.blocks * self.block >= one.cache.num_computed_tokens
+        ]
         if able:
             cache = data.draw(st.sampled_from(able)).cache
             if cache.num_computed_tokens:
@@ -240,6 +267,8 @@ class CacheMachine(RuleBasedStateMachine):
     def sound(self) -> None:
         self.manager.check_integrity()
         for one in self.open:
+            if one.cache.suspended is not None:
+                continue
             copied = not one.cache.sources and not one.cache.state_sources
             wrong = self.model.find_wrong(one.cache, copied=copied)
             assert wrong is None, wrong
@@ -286,6 +315,8 @@ class CacheMachine(RuleBasedStateMachine):
             one.cache.close()
         for pin in self.pins:
             pin.release()
+        for group in range(len(self.manager.pools)):
+            self.manager.set_budget(self.pages, group)
         self.manager.check_integrity()
         assert all(pool.held == 0 for pool in self.manager.stats().pools)
         self.manager.clear()

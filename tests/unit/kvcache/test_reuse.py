@@ -281,6 +281,9 @@ def test_bad_input_changes_nothing(bench):
     for tokens in ([], [[1]], [-1], [2**31], [1.5]):
         with pytest.raises(InvalidTokensError):
             b.manager.create("r", np.array(tokens))
+    with pytest.raises(InvalidTokensError):
+        b.manager.create("r", np.array([1, 2, -3], dtype=np.int32), conversation_id="c")
+    assert b.manager.stats().tracked_conversations == 0
     cache = b.start(range(8))
     for size in (0, -1):
         with pytest.raises(InvalidSizeError):
