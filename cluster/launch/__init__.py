@@ -11,6 +11,7 @@ from cluster.launch.errors import (
     NodeLostError,
     SlurmCommandError,
 )
+from cluster.launch.job_addresses import job_addresses
 from cluster.launch.job_folder import Failure, JobFolder, JobPhase, JobState, find_job_folder
 from cluster.launch.job_report import JobReport, report_job
 from cluster.launch.node_pool import NodePool
@@ -39,6 +40,7 @@ __all__ = [
     "Submission",
     "allocate",
     "find_job_folder",
+    "job_addresses",
     "render_script",
     "report_job",
     "submit_job",

@@ -19,6 +19,7 @@ from pathlib import Path
 from cluster.config import load_config
 from cluster.launch import node_agent
 from cluster.launch.allocation import allocate
+from cluster.launch.job_addresses import job_addresses
 from cluster.launch.job_folder import Failure, JobFolder, RunFolder, replace_json
 from cluster.launch.job_runner import EXIT_LAUNCH_FAILED, JobNodes, JobRunner
 from cluster.launch.node_pool import NodePool
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if here != names[0]:
         return node_agent.main(
             [
-                *("--name", here, "--head", f"{names[0]}:{options.control_port}"),
+                *("--name", here, "--head", f"{job_addresses(names)[names[0]]}:{options.control_port}"),
                 *("--token-file", str(options.folder / "token")),
                 *("--join-timeout", str(config.slurm.join_timeout_s)),
                 *("--signal-grace", str(config.slurm.drain_s + 15.0)),
@@ -66,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _addresses(names: Sequence[str]) -> dict[str, str]:
     """IP of each node. This host's own name often means loopback here, so its address is asked of a route."""
-    found = {name: socket.gethostbyname(name) for name in names}
+    found = {name: socket.gethostbyname(address) for name, address in job_addresses(names).items()}
     head = names[0]
     if found[head].startswith("127."):
         towards = found[names[1]] if len(names) > 1 else "192.0.2.1"  # an address of no host: nothing is sent

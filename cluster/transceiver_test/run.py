@@ -15,6 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
+from cluster.launch import job_addresses
 from cluster.launch.node_pool import make_token_file
 from cluster.transceiver_test.cells import CellResult, CellStatus, cells_of_sweep
 from cluster.transceiver_test.config import HostTransferConfig, SweepConfig, TransceiverTestConfig
@@ -127,7 +128,7 @@ def _own_address(nodes: Sequence[str]) -> str:
     if not nodes:
         return "127.0.0.1"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((socket.gethostbyname(nodes[-1]), 9))
+        probe.connect((job_addresses(nodes)[nodes[-1]], 9))
         return str(probe.getsockname()[0])
 
 

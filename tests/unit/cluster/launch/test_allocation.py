@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cluster.config import ClusterConfig
 from cluster.config.slurm_config import SlurmConfig
-from cluster.launch import allocate
+from cluster.launch import allocate, job_addresses
 
 
 def place(slurm: dict[str, Any], **servers: dict[str, Any]) -> Any:
@@ -86,3 +86,8 @@ def test_no_slot_is_given_twice(slots: int, generation: int, context: int, tp: i
                 if p.section == section:
                     nodes.setdefault(p.instance, set()).add(p.node)
             assert all(len(used) == 1 for used in nodes.values()) or world > slots
+
+
+def test_addresses_come_from_slurm_and_else_from_the_name() -> None:
+    told = {"KVFERRY_JOB_ADDRESSES": "n1=10.0.0.1 n2=10.0.0.2 "}
+    assert job_addresses(["n1", "n2", "n3"], told) == {"n1": "10.0.0.1", "n2": "10.0.0.2", "n3": "n3"}
