@@ -78,7 +78,8 @@ class Fleet:
                 if left <= 0 or not self.of_role(role):
                     raise NotReadyError(f"no {role} worker is up; waited {timeout_s:.0f} s for one to come back")
                 try:
-                    await asyncio.wait_for(self._changed.wait(), left)
+                    async with asyncio.timeout(left):
+                        await self._changed.wait()
                 except TimeoutError:
                     continue
             return candidates
@@ -100,7 +101,8 @@ class Fleet:
                     handle.needs_kill = False
                     await handle.channel.kill()
                 await handle.make_reachable()
-                await asyncio.wait_for(handle.start(), self._recovery_s)
+                async with asyncio.timeout(self._recovery_s):
+                    await handle.start()
                 handle.restarts += 1
                 log.warning("worker %s is back after %.1f s", handle.worker_id, time.monotonic() - started)
                 return

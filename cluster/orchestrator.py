@@ -396,7 +396,8 @@ class Orchestrator:
 async def _give_up(worker: WorkerHandle, request_id: str) -> None:
     """Abort a request on a worker even while this task is being cancelled."""
     with contextlib.suppress(ClusterError, TimeoutError):
-        await asyncio.shield(asyncio.wait_for(worker.abort(request_id), 5.0))
+        async with asyncio.timeout(5.0):
+            await asyncio.shield(asyncio.ensure_future(worker.abort(request_id)))
 
 
 async def _release(worker: WorkerHandle, request_id: str) -> None:

@@ -56,7 +56,8 @@ class Turns:
         settled = self._settled.get(request_id)
         if settled is not None and wait_s > 0:
             try:
-                await asyncio.wait_for(settled.wait(), wait_s)
+                async with asyncio.timeout(wait_s):
+                    await settled.wait()
             except TimeoutError:
                 log.debug("the back-flow of %s is still pending", request_id)
         return self._records.get(request_id)

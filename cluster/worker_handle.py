@@ -87,7 +87,8 @@ class WorkerHandle:
     async def make_reachable(self) -> None:
         """Make sure that a process answers: one that lives but does not answer is killed. Raises WorkerLostError."""
         try:
-            await asyncio.wait_for(self.channel.call("identity"), _START_S)
+            async with asyncio.timeout(_START_S):
+                await self.channel.call("identity")
         except TimeoutError:
             await self.channel.kill()
             raise WorkerLostError("its process did not answer and was killed") from None
@@ -108,7 +109,8 @@ class WorkerHandle:
         self._stop_tasks()
         self.state = WorkerState.LOST
         try:
-            await asyncio.wait_for(self.channel.call("close"), 30)
+            async with asyncio.timeout(30):
+                await self.channel.call("close")
         except (ClusterError, TimeoutError) as error:
             log.info("worker %s could not be closed in order: %s", self.worker_id, error)
         finally:
@@ -151,7 +153,8 @@ class WorkerHandle:
         await self._call("check_integrity")
 
     async def stats(self) -> WorkerStats:
-        result: WorkerStats = await asyncio.wait_for(self._call("stats"), _ANSWER_S)
+        async with asyncio.timeout(_ANSWER_S):
+            result: WorkerStats = await self._call("stats")
         return result
 
     async def _call(self, method: str, *args: Any) -> Any:
@@ -162,14 +165,17 @@ class WorkerHandle:
             if epoch == self._epoch:  # an older incarnation's death says nothing of this one
                 self.mark_lost(error.message)
             raise WorkerLostError(f"{self.worker_id} was lost during {method}: {error.message}") from error
-        except Exception:
+        except Exception as error:
+            if epoch != self._epoch or self.state is WorkerState.LOST:  # given up because the worker was taken over
+                raise WorkerLostError(f"{self.worker_id} was lost during {method}") from error
             self._spawn(self._examine())
             raise
 
     async def _examine(self) -> None:
         """After a failed call: is the worker itself still sound?"""
         with self._verdict():
-            await asyncio.wait_for(self.channel.call("ping"), _ANSWER_S)
+            async with asyncio.timeout(_ANSWER_S):
+                await self.channel.call("ping")
 
     # --- outputs ---
 
@@ -196,8 +202,9 @@ class WorkerHandle:
         """Pass outputs on until the worker is lost. One call is always under way, so a death shows at once."""
         with self._verdict():
             while True:
-                call = self.channel.call("drain_outputs", session, _WATCH_S)
-                for delta in await asyncio.wait_for(call, _WATCH_S + _ANSWER_S):
+                async with asyncio.timeout(_WATCH_S + _ANSWER_S):
+                    deltas = await self.channel.call("drain_outputs", session, _WATCH_S)
+                for delta in deltas:
                     queue = self._streams.get(delta.request_id)
                     if queue is not None:
                         queue.put_nowait(delta)
@@ -205,7 +212,8 @@ class WorkerHandle:
     async def _watch(self) -> None:
         with self._verdict():
             while True:
-                await asyncio.wait_for(self.channel.call("watch", _WATCH_S), _WATCH_S + _ANSWER_S)
+                async with asyncio.timeout(_WATCH_S + _ANSWER_S):
+                    await self.channel.call("watch", _WATCH_S)
 
     @contextlib.contextmanager
     def _verdict(self) -> Iterator[None]:

@@ -101,7 +101,8 @@ class GenerationWorker(BaseWorker):
         if not self._deltas:
             self._check_engine()
             try:
-                await asyncio.wait_for(self._has_deltas.wait(), max_wait_s)
+                async with asyncio.timeout(max_wait_s):
+                    await self._has_deltas.wait()
             except TimeoutError:
                 return []
         if session != self._session:
@@ -164,7 +165,8 @@ class GenerationWorker(BaseWorker):
 
     async def _wait_for_pages(self, seconds: float) -> None:
         try:
-            await asyncio.wait_for(self._pages_freed.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self._pages_freed.wait()
         except TimeoutError:
             return
 
