@@ -33,7 +33,10 @@ if TYPE_CHECKING:
 __all__ = ["Pull", "Read"]
 
 _log = logging.getLogger(__name__)
-_INLINE_HASH_BYTES = 128 << 10  # below this a hop to the digest thread costs more than the hash
+_INLINE_HASH_BYTES = (
+    2 << 20
+)  # hashed in the loop, fresh from the copy and still in the cache; more in the digest thread
+_HASHED_BATCH_BYTES = 1 << 20
 _UNKNOWN, _MISSING = -2, -1
 _MAX_BUFFERS = 4
 
@@ -197,7 +200,7 @@ class Pull:
         self._queue.extend(
             plan_segments(
                 self._rows, rows[message.pages >= 0].astype(np.int64), self._ctx.storage, peer.parts,
-                [peer.page_bytes(g) for g in range(len(peer.parts))], self._ctx.config.max_segment_bytes,
+                [peer.page_bytes(g) for g in range(len(peer.parts))], self._batch_bytes(),
                 peer.link.direct_read_bytes,
             )
         )  # fmt: skip
@@ -211,6 +214,10 @@ class Pull:
             return
         self._checks.expect(rows, message.digests)
         self._check_done()
+
+    def _batch_bytes(self) -> int:
+        limit = self._ctx.config.max_segment_bytes
+        return min(limit, _HASHED_BATCH_BYTES) if self._ctx.config.verify else limit
 
     def _pump(self) -> None:
         limit = self._ctx.config.max_segments_in_flight
