@@ -78,7 +78,7 @@ def main() -> None:
         ids.frombytes(raw)
         key = RadixKey(ids)
         match = cache.match_prefix(MatchPrefixParams(key=key))
-        cached = len(match.device_indices)
+        cached = match.device_prefix_len
         cache.inc_lock_ref(match.last_device_node)
         need = len(ids) - cached
         if need > allocator.left:
@@ -86,7 +86,7 @@ def main() -> None:
         if need > allocator.left:
             raise SystemExit("SGLang has no room")
         allocator.left -= need
-        cache.insert(InsertParams(key=key, value=torch.cat([match.device_indices, slots[:need]])))
+        cache.insert(InsertParams(key=key, value=torch.cat([cache.path_device_indices(match.last_device_node), slots[:need]])))
         cache.dec_lock_ref(match.last_device_node)
         cpu += time.thread_time() - began
         hits += cached // block
