@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from dataclasses import replace
 from typing import Any
 
@@ -65,8 +66,10 @@ class Controller:
             return
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+        os.environ.setdefault("RAY_COLOR_PREFIX", "0")
         try:
             if self._address:
+                _require_reachable(self._address)
                 ray.init(
                     address=self._address, log_to_driver=self._worker_log_level is not None, logging_level=logging.ERROR
                 )
@@ -157,6 +160,13 @@ class Controller:
         if self._group is not None:
             remove_placement_group(self._group)
             self._group = None
+
+
+def _require_reachable(address: str) -> None:
+    """Raises OSError at once when nobody listens at host:port; Ray would try for a long while."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if colon and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
 
 
 def _on_its_device(spec: WorkerSpec, offered: dict[str, float]) -> WorkerSpec:

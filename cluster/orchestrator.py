@@ -72,7 +72,8 @@ class Orchestrator:
         self._routers[WorkerRole.AGGREGATED] = generation_router
         self._sequence = itertools.count()
         self._aggregated = bool(fleet.of_role(WorkerRole.AGGREGATED))
-        self._streams: set[asyncio.Task[None]] = set()
+        self._streams: dict[asyncio.Task[None], ServeStream] = {}
+        self._closing: ClusterError | None = None
         self._chores: set[asyncio.Task[None]] = set()
         self._incarnations: dict[str, str] = {}
 
@@ -83,9 +84,7 @@ class Orchestrator:
 
     async def close(self) -> None:
         """Cancel what is being served, let closing turns end, close the workers."""
-        for task in list(self._streams):
-            task.cancel()
-        await asyncio.gather(*self._streams, return_exceptions=True)
+        await self.end_requests(NotReadyError("the server is shutting down"))
         await self.turns.drain(timeout_s=5.0)
         await self.fleet.close()
 
@@ -95,17 +94,32 @@ class Orchestrator:
         Raises PromptTooLongError, InvalidRequestError, QueueFullError, or NotReadyError while the workers start, before
         anything is sent. A request that arrives while a lost worker comes back waits for it.
         """
+        if self._closing is not None:
+            raise self._closing
         if not self.fleet.started:
             raise NotReadyError("the workers are starting; wait until GET /health answers 200")
         if self.in_flight >= self.settings.max_queued_requests:
-            raise QueueFullError(f"{self.in_flight} requests are in flight; try again later")
+            raise QueueFullError(
+                f"{self.in_flight} requests are in flight, which is the limit; try again later, or raise "
+                "server.max_queued_requests"
+            )
         request = self._checked(request)
         stream = ServeStream(request, self.metrics.inter_token.observe)
         task = asyncio.create_task(self._serve(request, stream))
         stream.attach(task)
-        self._streams.add(task)
-        task.add_done_callback(self._streams.discard)
+        self._streams[task] = stream
+        task.add_done_callback(self._streams.pop)
         return stream
+
+    async def end_requests(self, error: ClusterError) -> None:
+        """Take no more requests, and end those being served with `error`. Waits until they have let go of all."""
+        self._closing = error
+        tasks = list(self._streams)
+        for task, stream in list(self._streams.items()):
+            if stream.finish_reason is None:
+                stream.fail(error)
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     @property
     def in_flight(self) -> int:
@@ -118,7 +132,8 @@ class Orchestrator:
         except ClusterError as error:
             stream.fail(error)
         except asyncio.CancelledError:
-            stream.finish(FinishReason.CANCELLED)
+            if stream.finish_reason is None:
+                stream.finish(FinishReason.CANCELLED)
             raise
         except Exception as error:
             log.exception("request %s failed", request.request_id)
@@ -182,6 +197,8 @@ class Orchestrator:
             raise
         prompt_tokens = len(request.prompt_ids)
         cached = min(prefill.cached_tokens, prompt_tokens)
+        if stream.usage.retries and stream.usage.ctx_worker is not None:  # what an earlier try computed was computed
+            cached = min(cached, stream.usage.ctx_cached_tokens)
         stream.note(ctx_cached_tokens=cached, recomputed_tokens=prompt_tokens - cached, ctx_worker=context.worker_id)
         self.metrics.prefills.labels("context").inc()
         stream.emit((prefill.token_id,))

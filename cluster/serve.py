@@ -22,7 +22,7 @@ from cluster.config import ClusterConfig
 from cluster.controller import Controller
 from cluster.descendants import adopt_orphans, end_descendants
 from cluster.engine import EngineError, describe_model, load_tokenizer
-from cluster.errors import ClusterError, StartupError
+from cluster.errors import ClusterError, NotReadyError, StartupError
 from cluster.frontend import create_app
 from cluster.log import configure_logging
 from cluster.metrics import metrics_text
@@ -138,6 +138,7 @@ async def running_cluster(
             metrics_text=lambda: metrics_text(orchestrator, model_name=config.model),
         )
         await stack.enter_async_context(_http(app, listener))
+        stack.push_async_callback(orchestrator.end_requests, NotReadyError("the server is shutting down"))
         progress(f"starting {len(fleet.handles)} workers: " + ", ".join(h.worker_id for h in fleet.handles))
         await fleet.start()
         host, port = listener.getsockname()[:2]

@@ -56,7 +56,7 @@ class TurnRecord:
     """A served request, kept for a while: its usage, its end, and what flowed back to the context side.
 
     backflow: "off", "pending", or the status of the transfer: "done", "failed", "timed_out", or "cancelled" when the
-    context side declined because computing is cheaper; `backflow_reason` says why.
+    context side declined (computing is cheaper, or it has no room); `backflow_reason` says why.
     """
 
     request_id: str

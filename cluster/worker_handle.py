@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 
 _WATCH_S = 5.0
 _ANSWER_S = 20.0  # a live process answers a trivial call within that, also on a busy machine
+_STATS_S = 5.0  # a scrape must not wait for a worker that hangs
 _START_S = 120.0  # a new process is there within that: Ray holds calls back while it imports what it needs
 
 
@@ -153,7 +154,7 @@ class WorkerHandle:
         await self._call("check_integrity")
 
     async def stats(self) -> WorkerStats:
-        async with asyncio.timeout(_ANSWER_S):
+        async with asyncio.timeout(_STATS_S):
             result: WorkerStats = await self._call("stats")
         return result
 

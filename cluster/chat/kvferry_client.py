@@ -37,7 +37,7 @@ class KvferryClient:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self._base_url = base_url.rstrip("/")
+        self._base_url = base_url.rstrip("/").removesuffix("/v1")
         self._clock = clock
         self._http = httpx.AsyncClient(
             base_url=self._base_url,

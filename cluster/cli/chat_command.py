@@ -48,6 +48,10 @@ def chat(
                 except EOFError:
                     write("\n")
                     break
-                going_on = runner.run(conversation.handle(line))
+                line = line.encode(errors="surrogateescape").decode(errors="replace")  # a terminal may send anything
+                try:
+                    going_on = runner.run(conversation.handle(line))
+                except KeyboardInterrupt:  # Ctrl-C ends the answer, at the prompt it ends the chat
+                    write("\n(interrupted; the turn is not kept)\n")
         finally:
             runner.run(client.close())

@@ -27,6 +27,11 @@ def demo(
     import asyncio
     import os
 
+    if json_file is not None and not os.access(json_file if json_file.exists() else json_file.parent, os.W_OK):
+        raise typer.BadParameter(
+            f"{json_file} cannot be written: name a file in a folder that can", param_hint="--json"
+        )
+
     from rich.console import Console
 
     from cluster.demo import DemoOptions, demo_config, run_demo

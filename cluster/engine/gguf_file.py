@@ -83,6 +83,12 @@ class GgufFile:
         alignment = int(self.metadata.get("general.alignment", 32))
         start = -(-self._at // alignment) * alignment
         self.tensors = {name: GgufTensor(name, shape, kind, start + offset) for name, shape, kind, offset in infos}
+        beyond = [tensor.name for tensor in self.tensors.values() if tensor.offset >= len(self._map)]
+        if beyond:
+            raise ModelLoadError(
+                f"{self.path} is truncated: {len(beyond)} of {len(infos)} tensors, {beyond[0]} for one, begin beyond "
+                f"its end at byte {len(self._map)}; fetch the file again"
+            )
 
     def _scalar(self, kind: int) -> Any:
         code = _SCALARS[kind]

@@ -94,7 +94,8 @@ def _complaint(model: type[BaseModel], detail: Any) -> tuple[str | None, str]:
     remedy = f"; send {field.description}" if field is not None and field.description else ""
     if detail["type"] == "missing":
         return param, f"{param}: is missing{remedy}"
-    return param, f"{param}: {message}, not {_shown(detail['input'])}{remedy}"
+    found = "" if isinstance(detail["input"], list | dict) else f", not {_shown(detail['input'])}"
+    return param, f"{param}: {message}{found}{remedy}"
 
 
 def _path(loc: tuple[int | str, ...]) -> str:

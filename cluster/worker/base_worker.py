@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from cluster.engine import free_memory_bytes, load_runner, make_storage
 from cluster.engine_loop import EngineLoop
-from cluster.errors import EngineBrokenError, NotReadyError, StartupError
+from cluster.errors import EngineBrokenError, NotReadyError, StartupError, WorkerLostError
 from cluster.log import configure_logging
 from cluster.request import EngineRequest, FinishReason, conversation_key
 from cluster.scheduler import Scheduler, SequenceEvent
@@ -177,11 +177,14 @@ class BaseWorker:
 
     async def probe(self, token_ids: NDArray[np.int32], cache_salt: str | None = None) -> int:
         """Tokens of `token_ids` whose KV this worker holds. Changes nothing."""
+        self._check_engine()
         with self.engine.lock:
             return self.manager.probe_reuse(token_ids, ReuseScope(cache_salt=cache_salt))
 
     async def abort(self, request_id: str) -> None:
         """End a request without publishing its turn, whatever it is doing. Unknown ids are ignored."""
+        if self._info is None:
+            return
         self._live.abort(request_id)
         self.engine.request_stop(request_id, FinishReason.CANCELLED)
         await self.release(request_id)
@@ -194,6 +197,7 @@ class BaseWorker:
 
     async def end_conversation(self, conversation_id: str, cache_salt: str | None = None) -> None:
         """Forget which turns of a conversation are retained; their blocks become ordinary cached ones."""
+        self._check_engine()
         key = conversation_key(conversation_id, cache_salt)
         assert key is not None
         with self.engine.lock:
@@ -201,6 +205,7 @@ class BaseWorker:
 
     async def reset_prefix_cache(self) -> None:
         """Drop every cached block that nobody uses now."""
+        self._check_engine()
         with self.engine.lock:
             self.manager.clear()
 
@@ -211,7 +216,8 @@ class BaseWorker:
 
     async def stats(self) -> WorkerStats:
         """Counters now."""
-        assert self._info is not None
+        if self._info is None:
+            raise WorkerLostError("its process is a new one and was not started yet")
         with self.engine.lock:
             return WorkerStats(
                 info=self._info,
@@ -312,7 +318,12 @@ class BaseWorker:
         return self.engine.fatal or self.manager.poison_reason
 
     def _check_engine(self) -> None:
-        """Raises EngineBrokenError when the worker must be replaced."""
+        """Raises EngineBrokenError when the worker must be replaced, WorkerLostError before it was started.
+
+        A restarted process answers calls before its worker was started: what they ask for died with the last process.
+        """
+        if self._info is None:
+            raise WorkerLostError("its process is a new one and was not started yet")
         reason = self._broken
         if reason is not None:
             raise EngineBrokenError(f"{self.spec.worker_id} must be replaced: {reason}")

@@ -142,7 +142,7 @@ class ContextWorker(BaseWorker):
         try:
             cache.resize(max(target, 1))
         except (OutOfPagesError, NeverFitsError) as error:  # an answer is worth less than a running prompt
-            return TransferOutcome(TransferStatus.FAILED, f"no room for the answer's blocks: {error}")
+            return TransferOutcome(TransferStatus.CANCELLED, f"no room for the answer's blocks: {error}")
         return None
 
     async def _run(self, sequence: Sequence) -> SequenceEvent:

@@ -113,6 +113,7 @@ class GenerationWorker(BaseWorker):
 
     async def stop(self, request_id: str) -> None:
         """End an answer now and keep the turn (a stop string was found). Unknown ids are ignored."""
+        self._check_engine()
         self.engine.request_stop(request_id, FinishReason.STOP)
 
     async def abort(self, request_id: str) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from cluster.channel import LocalChannel
 from cluster.config import ClusterConfig
-from cluster.errors import ClusterError, QueueFullError, WorkerLostError
+from cluster.errors import ClusterError, NotReadyError, QueueFullError, WorkerLostError
 from cluster.fleet import Fleet
 from cluster.local_cluster import local_cluster, local_handle
 from cluster.orchestrator import Orchestrator
@@ -319,3 +319,47 @@ async def test_nothing_is_ready_before_the_fleet_has_started():
     assert not orchestrator.ready
     with pytest.raises(ClusterError, match="starting"):
         await begin(orchestrator, prompt(5))
+
+
+async def test_what_an_earlier_try_computed_counts_as_computed():
+    orchestrator, channels = scripted_cluster(config(model="hash:step_ms=3"))
+    await orchestrator.fleet.start()
+    try:
+        tokens = prompt(100)
+        stream = await begin(orchestrator, tokens, max_tokens=120)
+        async for _ in stream:
+            if len(stream.token_ids) >= 20:
+                break
+        orchestrator.fleet.handles[1].needs_kill = True
+        orchestrator.fleet.handles[1].mark_lost("a test killed it")
+        await finish(stream)
+        usage = stream.usage
+        assert usage.retries == 1
+        assert usage.completion_tokens == 120
+        assert (usage.ctx_cached_tokens, usage.recomputed_tokens) == (0, 100)
+        assert usage.gen_cached_tokens + usage.transferred_tokens == 100
+        assert channels["generation-0"].kills == 1
+    finally:
+        await orchestrator.close()
+
+
+async def test_shutting_down_ends_requests_with_an_error_and_takes_no_more():
+    async with local_cluster(config(model="hash:step_ms=5")) as o:
+        stream = await begin(o, prompt(40), max_tokens=1500)
+        async for _ in stream:
+            break
+        await o.end_requests(NotReadyError("the server is shutting down"))
+        with pytest.raises(NotReadyError, match="shutting down"):
+            await finish(stream)
+        with pytest.raises(NotReadyError, match="shutting down"):
+            await begin(o, prompt(5))
+        await quiet(o)
+
+
+async def test_a_process_that_was_not_started_yet_answers_that_what_it_was_asked_is_lost():
+    handle = local_handle(plan_workers(config(), aggregated=False, secret=b"s" * 32)[0])
+    for method, arguments in [("ping", ()), ("stats", ()), ("probe", (prompt(5),)), ("reset_prefix_cache", ())]:
+        with pytest.raises(WorkerLostError, match="not started"):
+            await handle.channel.call(method, *arguments)
+    await handle.channel.call("abort", "anything")
+    assert await handle.channel.call("identity")
