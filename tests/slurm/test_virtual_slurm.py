@@ -49,32 +49,18 @@ def test_the_ports_variant_works_and_leaves_nothing() -> None:
     with tempfile.TemporaryDirectory(prefix="kvferry-slurm-") as folder:
         root = Path(folder)
         root.chmod(0o755)
-        cluster = VirtualSlurm(root, 2, machines=PortMachines(root, 2))
+        machines = PortMachines(root, 2)
+        cluster = VirtualSlurm(root, 2, machines=machines)
         cluster.start()
         try:
             done = cluster.run(["srun", "-N2", "bash", "-c", "echo $SLURMD_NODENAME"])
             assert sorted(done.stdout.split()) == ["node1", "node2"]
+            sleeper = int(cluster.run(["sbatch", "--parsable", "-o", "/dev/null", "--wrap", "srun sleep 600"]).stdout)
+            cluster.wait_job(sleeper, ["RUNNING"], 20)
+            assert machines.left_over()
         finally:
             cluster.stop()
-        mine = os.fsencode(str(root))
-
-        def gone() -> bool:
-            return not any(mine in command for command in _command_lines())
-
-        wait_for(gone, "the daemons of the cluster are gone", 10)
-
-
-def _command_lines() -> list[bytes]:
-    lines = []
-    for pid in (name for name in os.listdir("/proc") if name.isdigit()):
-        try:
-            command = Path(f"/proc/{pid}/cmdline").read_bytes()
-            environ = Path(f"/proc/{pid}/environ").read_bytes()
-        except OSError:
-            continue
-        if command.startswith((b"slurm", b"munge")):
-            lines.append(command + environ)
-    return lines
+        wait_for(lambda: not machines.left_over(), "the daemons and jobs of the cluster are gone", 10)
 
 
 def test_as_a_program_it_runs_one_command(slurm_root: Path) -> None:

@@ -226,6 +226,20 @@ class PortMachines(Machines):
         for process in self._nodes.values():
             end(process)
         self._nodes.clear()
+        for pid in self.left_over():  # steps of jobs that ran until now: nobody else would end them
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def left_over(self) -> list[int]:
+        """Processes of this cluster: those that have its slurm.conf in their environment."""
+        marker = b"SLURM_CONF=" + os.fsencode(self.root / "slurm.conf") + b"\0"
+        found = []
+        for name in os.listdir("/proc"):
+            if name.isdigit() and int(name) != os.getpid():
+                with contextlib.suppress(OSError):
+                    if marker in Path(f"/proc/{name}/environ").read_bytes() + b"\0":
+                        found.append(int(name))
+        return found
 
     def controller_line(self) -> str:
         return "localhost(127.0.0.1)"
