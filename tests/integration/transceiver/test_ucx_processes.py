@@ -110,9 +110,9 @@ def test_a_killed_receiver_frees_the_holder(local: Local) -> None:
         warm = publish("warm", (table((1,)),), conversation_id="c", scope=SCOPE, lease_s=10)
         receiver.ask("pull", (warm.ticket, (1,), 10.0))
         assert warm.future.result(10).status is DONE
-        publication = publish("t", (table((2,)),), conversation_id="c", scope=SCOPE, lease_s=60)
         blocker = threading.Event()
         local.transceiver._executor.submit(blocker.wait, 20)  # digests do not come: the receiver waits for them
+        publication = publish("t", (table((2,)),), conversation_id="c", scope=SCOPE, lease_s=60)
         receiver.ask("pull", (publication.ticket, (2,), 10.0))
         assert eventually(lambda: publication.state.value == "transferring")
         started = time.monotonic()
