@@ -63,9 +63,9 @@ def alone(prompt: bytes, max_tokens: int) -> tuple[int, ...]:
 
 prompts = st.tuples(st.integers(1, 40), st.integers(0, 3)).map(
     # prompts of one family share a prefix; families differ from their second half on
-    lambda shape: np.concatenate(
-        [np.arange(shape[0] // 2), np.full(shape[0] - shape[0] // 2, 100 + shape[1])]
-    ).astype(np.int32)
+    lambda shape: np.concatenate([np.arange(shape[0] // 2), np.full(shape[0] - shape[0] // 2, 100 + shape[1])]).astype(
+        np.int32
+    )
 )
 
 
