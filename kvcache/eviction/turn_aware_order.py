@@ -22,7 +22,7 @@ __all__ = ["TurnAwareOrder"]
 _FIRST_HORIZON_S = 60.0
 _LEAST_HORIZON_S, _MOST_HORIZON_S = 20.0, 1200.0
 # the longer a cache lasts, the larger the share of that time in which a return still counts
-_LEAST_SHARE, _MOST_SHARE, _SHARE_PER_S = 1 / 24, 1 / 8, 1 / 12_000
+_LEAST_SHARE, _MOST_SHARE, _SHARE_PER_S = 1 / 24, 1 / 3, 1 / 5_000
 _REFRESH_S, _REFRESH_S_PER_OWNER = 0.25, 5e-5
 _REWIND_SHARE = 0.05  # how much likelier a turn goes on from the last one than from a branch left behind
 _SMOOTHING = 0.5

@@ -86,7 +86,8 @@ def main() -> None:
         if need > allocator.left:
             raise SystemExit("SGLang has no room")
         allocator.left -= need
-        cache.insert(InsertParams(key=key, value=torch.cat([cache.path_device_indices(match.last_device_node), slots[:need]])))
+        before = cache.path_device_indices(match.last_device_node)
+        cache.insert(InsertParams(key=key, value=torch.cat([before, slots[:need]])))
         cache.dec_lock_ref(match.last_device_node)
         cpu += time.thread_time() - began
         hits += cached // block
