@@ -104,7 +104,13 @@ def _boundary(sequence: SequenceCache) -> tuple[RadixNode, int]:
 
 def publish(sequence: SequenceCache, end: int, *, last: bool = False) -> None:
     """Insert the computed tokens before `end` that are not in the tree yet."""
-    tree, block = sequence._tree, sequence._shape.block
+    tree, block, lock = sequence._tree, sequence._shape.block, sequence.lock
+    if (
+        sequence._shape.plain
+        and lock is not None
+        and end == sequence.num_committed_tokens == lock.node.start + lock.offset
+    ):
+        return  # everything stands there already, and so does the lock
     if end > sequence.num_committed_tokens or (last and end == sequence.num_committed_tokens):
         if sequence.lock is None:
             root = tree.root(sequence.scope)
