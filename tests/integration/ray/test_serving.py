@@ -108,13 +108,18 @@ def pid_of(cluster: RunningCluster, worker_id: str) -> int:
     return handle.info.pid
 
 
-@pytest.mark.parametrize("victim", ["context-0", "generation-0"])
-async def test_a_worker_killed_during_a_stream_costs_no_token(victim: str):
+@pytest.mark.parametrize(
+    ("victim", "how"),
+    [("context-0", {}), ("generation-0", {"temperature": 0.8, "seed": 7})],
+    ids=["context-0 greedy", "generation-0 seeded"],
+)
+async def test_a_worker_killed_during_a_stream_costs_no_token(victim: str, how: dict[str, Any]):
     slow = "hash:step_ms=15"
     messages = [user(MESSAGE)]
-    request = {**body(messages, max_tokens=120), "model": slow}
+    how = {"max_tokens": 120, **how}
+    request = {**body(messages, **how), "model": slow}
     async with running_cluster(config(slow)) as cluster, client_of(cluster) as client:
-        undisturbed = (await chat(client, slow, messages, max_tokens=120))["choices"][0]["token_ids"]
+        undisturbed = (await chat(client, slow, messages, **how))["choices"][0]["token_ids"]
         tokens: list[int] = []
         killed = False
         async for event in stream(client, {**request, "conversation_params": {"conversation_id": "d"}}):
@@ -126,7 +131,7 @@ async def test_a_worker_killed_during_a_stream_costs_no_token(victim: str):
                 killed = True
         assert killed
         assert tokens == undisturbed
-        assert (await chat(client, slow, messages, max_tokens=120))["choices"][0]["token_ids"] == undisturbed
+        assert (await chat(client, slow, messages, **how))["choices"][0]["token_ids"] == undisturbed
 
 
 async def test_with_retries_off_a_death_is_an_explicit_error_within_five_seconds_and_the_next_request_works():
