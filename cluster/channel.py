@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from cluster.errors import WorkerLostError
 from cluster.worker.base_worker import BaseWorker
 
 __all__ = ["LocalChannel", "WorkerChannel"]
@@ -43,7 +44,12 @@ class LocalChannel:
         task = asyncio.ensure_future(getattr(self.worker, method)(*args))
         self._calls.add(task)
         task.add_done_callback(self._forget)
-        return await asyncio.shield(task)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():  # not the caller gave up: the worker was ended
+                raise WorkerLostError("its worker was ended") from None
+            raise
 
     def _forget(self, task: asyncio.Task[Any]) -> None:
         self._calls.discard(task)

@@ -303,6 +303,7 @@ class Orchestrator:
             token_ids=np.concatenate([request.prompt_ids, np.asarray(stream.token_ids, np.int32)]),
             ticket=ticket,
             prompt_tokens=len(request.prompt_ids),
+            finish_reason=reason,
         )
         route = RouteRequest(turn.token_ids, request.conversation_id, request.cache_salt)
         if stream.usage.gen_worker is not None:

@@ -93,7 +93,9 @@ class ContextWorker(BaseWorker):
                 outcome = await self._take_answer(turn, turn.ticket, cache, fetch)
             with self.engine.lock:
                 endpoint = cache.num_computed_tokens
-                cache.end_turn()
+                cache.end_turn(
+                    stop_reason=str(turn.finish_reason), output_tokens=len(turn.token_ids) - turn.prompt_tokens
+                )
         finally:
             self._close_when_idle(cache, fetch)
         return BackflowResult(endpoint_tokens=endpoint, already_cached_tokens=had, transfer=outcome)

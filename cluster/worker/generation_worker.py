@@ -197,7 +197,7 @@ class GenerationWorker(BaseWorker):
         if wanted and event.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             with self.engine.lock:
                 if sequence.cache is not None:
-                    sequence.cache.end_turn()
+                    sequence.cache.end_turn(stop_reason=str(event.finish_reason), output_tokens=sequence.num_outputs)
                     ticket = self._grant_turn(sequence)
         self._close_cache(sequence)
         return ticket

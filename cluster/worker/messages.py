@@ -95,6 +95,7 @@ class TurnHandoff:
 
     token_ids      int32: prompt and answer, the last sampled token (which has no KV) included
     prompt_tokens  how many of them are the prompt
+    finish_reason  why the answer ended
     ticket         grants the blocks that the generation worker has and the context worker may lack; None = take nothing
     """
 
@@ -104,6 +105,7 @@ class TurnHandoff:
     token_ids: NDArray[np.int32]
     ticket: GrantTicket | None
     prompt_tokens: int
+    finish_reason: FinishReason
 
 
 @dataclass(frozen=True, slots=True, eq=False)
