@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cluster.cli.options import ConfigOption, SetOption, require_sound
 
-__all__ = ["demo"]
+if TYPE_CHECKING:
+    from cluster.demo import DemoOptions
+
+__all__ = ["demo", "perform"]
 
 
 def demo(
@@ -24,7 +27,6 @@ def demo(
 
     Exit status 1 when a token differs or a reuse that must happen did not.
     """
-    import asyncio
     import os
 
     if json_file is not None and not os.access(json_file if json_file.exists() else json_file.parent, os.W_OK):
@@ -32,12 +34,21 @@ def demo(
             f"{json_file} cannot be written: name a file in a folder that can", param_hint="--json"
         )
 
+    from cluster.demo import DemoOptions
+
+    perform(DemoOptions(config, tuple(set_ or ()), policy, max_num_turns, max_tokens, json_file))
+
+
+def perform(options: DemoOptions) -> None:
+    """Run the demo and leave no process behind. Raises typer.Exit(1) when its verdict is bad."""
+    import asyncio
+    import os
+
     from rich.console import Console
 
-    from cluster.demo import DemoOptions, demo_config, run_demo
+    from cluster.demo import demo_config, run_demo
     from cluster.descendants import adopt_orphans, end_descendants
 
-    options = DemoOptions(config, tuple(set_ or ()), policy, max_num_turns, max_tokens, json_file)
     require_sound(demo_config(options, os.environ))
     adopt_orphans()
     try:

@@ -72,6 +72,8 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         ["check", "extra"],
         ["chat", "--max-tokens", "0"],
         ["demo", "--max-tokens", "0"],
+        ["doctor", "--json", "--equality"],
+        ["demo", "--set", "model=hash", "--json", "/no/such/folder/x.json"],
     ],
 )
 def test_a_wrong_command_line_is_status_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
