@@ -109,7 +109,7 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Server]]:
         assert server.leftovers() == []
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def real_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One context and one generation worker on the real model."""
     server = start_server(tmp_path_factory.mktemp("serve") / "serve.log", *REAL_MODEL_SETTINGS)

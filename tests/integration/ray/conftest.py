@@ -33,9 +33,10 @@ def ray_cluster() -> Iterator[None]:
 @pytest.fixture
 def no_leftovers(ray_cluster: None) -> Iterator[None]:
     """After the test no worker process of it is alive."""
+    before = set(worker_processes())
     yield
     deadline = time.monotonic() + 20
-    while (alive := worker_processes()) and time.monotonic() < deadline:
+    while (alive := set(worker_processes()) - before) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not alive, f"worker processes outlived the test: {alive}"
 
