@@ -95,13 +95,14 @@ class BlockPool:
         self._free(gone)
         return len(gone)
 
-    def move_plans(self, old: int, new: int) -> None:
-        """`new` takes the tree place of `old`: the plans that count on `old` count on `new` from now on."""
+    def replace_in_tree(self, old: int, new: int) -> None:
+        """`new`, in the tree already, takes the place of `old`, which leaves; plans on `old` count on `new` now."""
         count = int(self.plan_count[old])
         if count:
             self._moved_plans[old, int(self.generations[old])] = (new, int(self.generations[new]), count)
             self.plan_count[new] += count
         self.anonymous[new] |= self.anonymous[old]
+        self.leave_tree(np.array([old], dtype=np.int32))
 
     def planned_page(self, page: int, generation: int) -> int:
         """The page that now stands for a planned one (call once a plan), or -1 when it is gone."""

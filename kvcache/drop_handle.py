@@ -10,8 +10,11 @@ from dataclasses import dataclass
 
 from kvcache.errors import DropHandleUsedError
 from kvcache.live_range import first_live_block
+from kvcache.radix_evict import prune
 from kvcache.radix_node import Anchor, RadixNode
+from kvcache.radix_path import locate
 from kvcache.radix_tree import RadixTree
+from kvcache.radix_turns import forget_turn, retain
 
 __all__ = ["DropHandle", "PlannedPage", "plan_drop"]
 
@@ -72,11 +75,11 @@ class DropHandle:
             if node is not None:
                 freed += 1
                 touched.append((node, planned.group))
-        self._tree.dropped_pages += freed
-        self._tree.forget_turn(self.endpoint)
+        self._tree.evictions.dropped_turn_pages += freed
+        forget_turn(self._tree, self.endpoint)
         for node, group in touched:
             if node.alive:
-                self._tree.prune(node, group)
+                prune(self._tree, node, group)
         return freed
 
     def _take_out(self, planned: PlannedPage, page: int) -> RadixNode | None:
@@ -87,7 +90,7 @@ class DropHandle:
             if node is not None:
                 self._tree.drop_state(node, (planned.group, planned.position))
             return node
-        place = self._tree.locate(self.endpoint, planned.ordinal)
+        place = locate(self.endpoint, planned.ordinal, self._tree.shape.block)
         if place is None:
             return None
         node, index = place
@@ -113,7 +116,7 @@ def plan_drop(tree: RadixTree, node: RadixNode, offset: int, prompt_end: int = 0
         return None
     earlier = _pages_at(tree, endpoint, prompt_end) if 0 < prompt_end < end else []
     pages = {planned.page_key: planned for planned in (*required, *earlier) if planned is not None}
-    return DropHandle(tree, tree.retain(node, offset), tuple(pages.values()))
+    return DropHandle(tree, retain(node, offset), tuple(pages.values()))
 
 
 def _pages_at(tree: RadixTree, endpoint: Anchor, end: int) -> list[PlannedPage | None]:
@@ -123,7 +126,7 @@ def _pages_at(tree: RadixTree, endpoint: Anchor, end: int) -> list[PlannedPage |
     for row, group, window in shape.window_rows:
         pool = tree.pools[group]
         for ordinal in range(first_live_block(end, shape.block, window), -(-end // shape.block)):
-            place = tree.locate(endpoint, ordinal)
+            place = locate(endpoint, ordinal, shape.block)
             page = -1 if place is None else int(place[0].rows(place[1] + 1)[row, place[1]])
             if page < 0 or pool.coverage[page] < min(shape.block, end - ordinal * shape.block):
                 pages.append(None)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from kvcache.block_keys import chain_keys
 from kvcache.radix_node import RadixNode
+from kvcache.radix_path import key_before
 
 if TYPE_CHECKING:
     from kvcache.manager import KvCacheManager
@@ -45,7 +46,7 @@ def _tree_fault(manager: KvCacheManager) -> str | None:
         if fault:
             return fault
         keyed = tree.keep_keys and node.parent is not None
-        if keyed and node.digests != chain_keys(tree.key_before(node, 0), node.tokens(), block):
+        if keyed and node.digests != chain_keys(key_before(node, 0), node.tokens(), block):
             return "the block keys of a run are stale"
         keys = node.keys
         for first, second in pairwise(keys):

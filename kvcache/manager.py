@@ -34,14 +34,17 @@ from kvcache.layout import KvLayout
 from kvcache.onboarding import onboard, tier_keys
 from kvcache.page_pin import PagePin
 from kvcache.provenance import BlockProvenance
+from kvcache.radix_evict import evict, evict_all, evictable_pages
 from kvcache.radix_match import Match, TreeShape
 from kvcache.radix_node import Anchor, Tokens
+from kvcache.radix_path import block_provenance
 from kvcache.radix_tree import RadixTree
 from kvcache.reuse_scope import ReuseScope
 from kvcache.sequence_cache import SequenceCache
-from kvcache.stats import CacheCounters, CacheStats, PoolStats
+from kvcache.stats import CacheCounters, CacheStats, collect_stats
 from kvcache.storage.page_storage import PageStorage
 from kvcache.tiers import DiskTier, HostTier, LowerTiers
+from kvcache.token_ids import check_signs, checked_tokens
 
 __all__ = ["KvCacheManager"]
 
@@ -103,19 +106,19 @@ class KvCacheManager:
     def probe_reuse(self, tokens: Tokens, scope: ReuseScope = _NO_SCOPE) -> int:
         """How many leading tokens `create` would reuse now (an estimate for blocks in lower tiers). No side effects."""
         self._require_sound()
-        checked, digest = self.checked_tokens(tokens), self._digest(scope)
+        checked, digest = checked_tokens(tokens), self._digest(scope)
         match = self._match(checked, digest)
         found = 0 if match is None else match.num_tokens
         if self.tiers is not None and len(self.tiers) and len(checked) > 1 and self.tree.shape.plain:
             end, keys = tier_keys(self, self.tiers, checked[:-1], digest)
-            room = self.pools[0].free_pages + self.tree.evictable_pages(0) - end // self.layout.tokens_per_block
+            room = self.pools[0].free_pages + evictable_pages(self.tree, 0) - end // self.layout.tokens_per_block
             found = max(found, end + max(0, min(len(keys), room)) * self.layout.tokens_per_block)
         return found
 
     def prefetch(self, tokens: Tokens, scope: ReuseScope = _NO_SCOPE) -> int:
         """Lift blocks of a queued prompt from disk into host memory. Returns how many. Reads files."""
         with self.guard():
-            checked, digest = self.checked_tokens(tokens), self._digest(scope)
+            checked, digest = checked_tokens(tokens), self._digest(scope)
             if self.tiers is None or len(checked) < 2:
                 return 0
             _, keys = tier_keys(self, self.tiers, checked[:-1], digest)
@@ -129,8 +132,8 @@ class KvCacheManager:
     def provenance(self, tokens: Tokens, scope: ReuseScope = _NO_SCOPE) -> list[BlockProvenance]:
         """Where the cached blocks of the longest reusable prefix of ``tokens[:-1]`` came from. No side effects."""
         self._require_sound()
-        match = self._match(self.checked_tokens(tokens), self._digest(scope))
-        return [] if match is None else self.tree.provenance(match.node, match.offset)
+        match = self._match(checked_tokens(tokens), self._digest(scope))
+        return [] if match is None else block_provenance(match.node, match.offset, self.layout.tokens_per_block)
 
     def poll_events(self, most: int | None = None) -> list[KvEvent]:
         """The oldest buffered events, which leave the buffer. Empty when `event_buffer_max_size` is 0."""
@@ -149,7 +152,7 @@ class KvCacheManager:
         tokens   int32 (n,), n >= 1, kept without a copy: the caller must not change it. Allocates no page.
         """
         with self.guard():
-            checked = self.checked_tokens(tokens)
+            checked = checked_tokens(tokens)
             conversation = None
             if self.ledger is not None:
                 self.ledger.expire_idle()
@@ -160,7 +163,7 @@ class KvCacheManager:
                 onboard(self, self.tiers, checked[:-1], digest)
             match = self._match(checked, digest)
             try:
-                self.check_signs(checked[0 if match is None else match.token_match :])
+                check_signs(checked[0 if match is None else match.token_match :])
             except InvalidTokensError:
                 if conversation is not None:
                     self.require_ledger().finish(conversation, request_id)
@@ -192,7 +195,7 @@ class KvCacheManager:
             pool.reserved = pool.num_pages - num_pages
             excess = pool.lacking(0)
             if excess > 0:
-                excess -= self.tree.evict(group, min(excess, self.tree.evictable_pages(group)))
+                excess -= evict(self.tree, group, min(excess, evictable_pages(self.tree, group)))
             return max(0, excess)
 
     def clear(self) -> None:
@@ -204,15 +207,7 @@ class KvCacheManager:
                 self.tiers.clear()
             for sequence in self._sequences.values():
                 sequence.own_everything()
-            while True:
-                leaves = [n for n in self.tree.nodes() if n.parent is not None and not n.children]
-                spare = [(node, self.tree.spare_blocks(node)) for node in leaves]
-                if not any(blocks for _, blocks in spare):
-                    return
-                for node, blocks in spare:
-                    self.tree.truncate(node, node.num_blocks(self.layout.tokens_per_block) - blocks)
-                    if node.alive:
-                        self.tree.order.offer(node)
+            evict_all(self.tree)
 
     # checks and numbers
 
@@ -226,48 +221,7 @@ class KvCacheManager:
 
     def stats(self) -> CacheStats:
         """Numbers of the moment; works on a poisoned manager too."""
-        counters, ledger = self.counters, self.ledger
-        pools = tuple(
-            PoolStats(
-                group,
-                self.layout.groups[group].kind.value,
-                pool.num_pages,
-                pool.free_pages,
-                int(np.count_nonzero((pool.refs > 0) & ~pool.in_tree)),
-                pool.tree_pages,
-                self.layout.page_bytes(group),
-            )
-            for group, pool in enumerate(self.pools)
-        )
-        return CacheStats(
-            pools=pools,
-            open_sequences=len(self._sequences),
-            requests=counters.requests,
-            prompt_tokens=counters.prompt_tokens,
-            reused_tokens=counters.reused_tokens,
-            reused_full_blocks=counters.reused_full_blocks,
-            reused_partial_blocks=counters.reused_partial_blocks,
-            missed_blocks=counters.missed_blocks,
-            evicted_blocks=self.tree.evicted_blocks,
-            evictions={
-                "capacity": self.tree.evicted_blocks - self.tree.evicted_superseded,
-                "superseded": self.tree.evicted_superseded,
-                "window": self.tree.evicted_window_pages,
-                "dropped_turn": self.tree.dropped_pages,
-            },
-            index_bytes=sum(node.nbytes for node in self.tree.nodes()),
-            superseded_blocks=self.tree.superseded_blocks,
-            tracked_conversations=0 if ledger is None else len(ledger),
-            retained_turns=0 if ledger is None else ledger.retained_turns,
-            host_blocks=0 if self.tiers is None else len(self.tiers.host),
-            disk_blocks=0 if self.tiers is None or self.tiers.disk is None else len(self.tiers.disk),
-            offloaded_blocks=0 if self.tiers is None else self.tiers.offloaded,
-            onboarded_blocks=0 if self.tiers is None else self.tiers.onboarded,
-            corrupt_blocks=0 if self.tiers is None else self.tiers.corrupt,
-            peer_pins=len(self._pins),
-            pinned_pages=sum(pin.num_pages for pin in self._pins),
-            poison_reason=self.poison_reason,
-        )
+        return collect_stats(self, len(self._sequences), self._pins)
 
     # for the sequences and pins of this package
 
@@ -285,27 +239,6 @@ class KvCacheManager:
         except Exception as error:
             self.poison_reason = f"{type(error).__name__}: {error}"
             raise CorruptedCacheError(f"the cache manager failed half-way ({self.poison_reason})") from error
-
-    def checked_tokens(self, tokens: Tokens, *, allow_empty: bool = False) -> Tokens:
-        """`tokens` as a contiguous int32 array (the sign of int32 ids is left to `check_signs`). Raises
-        InvalidTokensError.
-        """
-        array = np.asarray(tokens)
-        if array.ndim != 1 or (len(array) == 0 and not allow_empty):
-            raise InvalidTokensError("give token ids as a non-empty one-dimensional array")
-        if array.dtype != np.int32:
-            if len(array) and array.dtype.kind not in "iu":
-                raise InvalidTokensError(f"token ids are integers, not {array.dtype}")
-            if len(array) and (int(array.min()) < 0 or int(array.max()) >= 2**31):
-                raise InvalidTokensError("token ids lie in 0 .. 2^31 - 1")
-            array = array.astype(np.int32)
-        return np.ascontiguousarray(array)
-
-    @staticmethod
-    def check_signs(tokens: Tokens) -> None:
-        """Raises InvalidTokensError for a negative id. What the tree holds needs no check: it never takes one in."""
-        if len(tokens) and int(tokens.min()) < 0:
-            raise InvalidTokensError("token ids lie in 0 .. 2^31 - 1")
 
     def check_group(self, group: int) -> int:
         """Raises UnknownLifeCycleError for a group that the layout does not have."""
@@ -330,14 +263,14 @@ class KvCacheManager:
         """
         for group, count in need.items():
             lack = self.pools[group].lacking(count) if count else 0
-            if lack > 0 and self.tree.evictable_pages(group) < lack:
+            if lack > 0 and evictable_pages(self.tree, group) < lack:
                 raise OutOfPagesError(
                     f"life cycle {group}: {count} pages wanted, {self.pools[group].free_pages} free and too few "
                     "evictable: try again when another sequence has closed"
                 )
         for group, count in need.items():
             lack = self.pools[group].lacking(count) if count else 0
-            if lack > 0 and self.tree.evict(group, lack) < lack:
+            if lack > 0 and evict(self.tree, group, lack) < lack:
                 raise OutOfPagesError(f"life cycle {group}: eviction freed too little, try again later")
 
     def try_reserve(self, need: dict[int, int]) -> bool:

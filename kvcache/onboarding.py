@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvcache.provenance import BlockOrigin, Provenance
+from kvcache.radix_evict import evictable_pages
+from kvcache.radix_insert import insert
 from kvcache.radix_node import RadixNode, Tokens
+from kvcache.radix_path import key_before
 from kvcache.tiers import LowerTiers, TierBlock
 
 if TYPE_CHECKING:
@@ -26,7 +29,7 @@ def tier_keys(manager: KvCacheManager, tiers: LowerTiers, tokens: Tokens, scope:
     known = scope in tree.roots
     node, offset = tree.position(scope, tokens)
     end = node.start + offset
-    parent = tree.key_before(node, offset // block) if end else scope
+    parent = key_before(node, offset // block) if end else scope
     keys = tiers.available(parent, tokens[end:])
     if not known:
         tree.forget_empty_root(node)
@@ -42,7 +45,7 @@ def onboard(manager: KvCacheManager, tiers: LowerTiers, tokens: Tokens, scope: b
     node, offset = tree.position(scope, tokens[:end]) if end else (tree.root(scope), 0)
     lock = tree.lock(node, offset)
     room = min(
-        (manager.pools[group].free_pages + tree.evictable_pages(group) for group in manager.tree.shape.attention),
+        (manager.pools[group].free_pages + evictable_pages(tree, group) for group in manager.tree.shape.attention),
         default=len(keys),
     )
     taken: list[TierBlock] = []
@@ -69,14 +72,14 @@ def onboard(manager: KvCacheManager, tiers: LowerTiers, tokens: Tokens, scope: b
                 rows[row, index] = pages[index]
         manager.pools[group].release(pages[rows[row] < 0])
     came = Provenance(BlockOrigin.TIER, manager.worker_id, "")
-    last, _ = tree.insert(node, offset, tokens[end : end + len(taken) * block], rows, [(0, came)])
+    last, _ = insert(tree, node, offset, tokens[end : end + len(taken) * block], rows, [(0, came)])
     for row, group in enumerate(tree.shape.attention):
         manager.pools[group].release(rows[row][rows[row] >= 0])
     for one in taken:
         _restore_states(manager, tiers, last, one)
     tiers.onboarded += len(taken)
     tree.touch(last, last.owner)
-    tree.note_windows(last)
+    tree.windows.note(last)
     tree.unlock(lock)
     tree.order.offer(last)
     return len(taken)

@@ -12,7 +12,9 @@ import numpy as np
 from kvcache.config import ReusePolicy
 from kvcache.drop_handle import DropHandle, plan_drop
 from kvcache.live_range import first_live_block
+from kvcache.radix_insert import insert
 from kvcache.radix_node import RadixNode
+from kvcache.radix_turns import claim_anonymous
 from kvcache.snapshot_points import snapshot_points
 
 if TYPE_CHECKING:
@@ -53,7 +55,7 @@ def end_turn(sequence: SequenceCache) -> None:
     if not manager.config.enable_block_reuse or sequence.num_computed_tokens == 0:
         return
     if sequence.sources or sequence.state_sources:
-        sequence._let_sources_go()  # nothing was computed beyond the match: it stands in the tree as it is
+        sequence.let_sources_go()  # nothing was computed beyond the match: it stands in the tree as it is
     publish(sequence, sequence.num_computed_tokens, last=True)
     if conversation is not None:
         manager.require_ledger().save_plan(conversation, lambda: _plan(sequence))
@@ -122,16 +124,15 @@ def publish(sequence: SequenceCache, end: int, *, last: bool = False) -> None:
             rows = rows.copy()
             for row, _, window in sequence._shape.window_rows:
                 rows[row, : max(0, first_live_block(end, block, window) - first)] = -1
-        node, offset = tree.insert(
-            start_node, start_offset, sequence.tokens(first * block, end), rows, sequence.origins_from(first)
-        )
+        tokens = sequence.tokens(first * block, end)
+        node, offset = insert(tree, start_node, start_offset, tokens, rows, sequence.origins_from(first))
         tree.move_lock(sequence.lock, node, offset)
         sequence.num_committed_tokens = end
         _hand_over(sequence, node, offset, first, end // block)
         _snapshot(sequence, node, end, last)
         tree.touch(node, sequence.owner)
         if not sequence._shape.plain:
-            tree.note_windows(node)
+            tree.windows.note(node)
         if sequence.conversation is None:
             _claim(sequence, node, offset)
 
@@ -190,7 +191,7 @@ def _claim(sequence: SequenceCache, node: RadixNode, offset: int) -> None:
     if sequence._manager.policy is not ReusePolicy.PER_CONVERSATION:
         return
     tree, shape = sequence._tree, sequence._shape
-    tree.claim_anonymous(node, offset)
+    claim_anonymous(node, offset)
     end = node.start + offset
     if not shape.window_rows and not shape.recurrent:
         return

@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 
 from kvcache.block_pool import BlockPool
 from kvcache.layout import LayerGroup, LifeCycleKind
-from kvcache.radix_node import RadixNode, Rows, Tokens, common_prefix
+from kvcache.radix_node import RadixNode, Tokens, common_prefix
+from kvcache.radix_path import path_rows
 
-__all__ = ["Match", "TreeShape", "path_rows", "path_to", "walk"]
+__all__ = ["Match", "TreeShape", "walk"]
 
 _MOST_TIES = 32
 
@@ -67,28 +68,6 @@ class Match:
     offset: int
     num_tokens: int
     token_match: int
-
-
-def path_to(node: RadixNode) -> list[RadixNode]:
-    """Nodes from below the root down to `node`."""
-    path = []
-    while node.parent is not None:
-        path.append(node)
-        node = node.parent
-    path.reverse()
-    return path
-
-
-def path_rows(node: RadixNode, offset: int, shape: TreeShape) -> Rows:
-    """Pages of every block from the root to `offset` tokens into `node`: int32 [rows, blocks] (a copy)."""
-    blocks = -(-offset // shape.block)
-    parts = [node.rows(blocks)]
-    above = node.parent
-    while above is not None and above.parent is not None:
-        parts.append(above.rows(above.num_blocks(shape.block)))
-        above = above.parent
-    parts.reverse()
-    return np.concatenate(parts, axis=1)
 
 
 def walk(root: RadixNode, tokens: Tokens, shape: TreeShape, pools: Sequence[BlockPool], partial: bool) -> Match:
@@ -144,7 +123,7 @@ def _supported(node: RadixNode, offset: int, shape: TreeShape, pools: Sequence[B
     length = matched if partial else matched - matched % block
     candidates = _candidate_lengths(node, offset, length, shape)
     if shape.window_rows and len(candidates):
-        rows = path_rows(node, offset, shape)
+        rows = path_rows(node, offset, block)
         if not shape.recurrent:
             ends = [_coverage(rows[row], pools[group], length, block)[1] for row, group, _ in shape.window_rows]
             candidates = np.concatenate([candidates, *ends])

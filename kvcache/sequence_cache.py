@@ -1,7 +1,8 @@
 """One request's KV: its tokens, the pages of every life cycle, and its place in the tree.
 
 Made by `KvCacheManager.create` only; the worker calls it under the manager's lock. It must never write into a page
-that the tree shares: a partially matched block and a snapshot are copied first. Publishing is in `publisher`.
+that the tree shares: a partially matched block and a snapshot are copied first. Getting pages is in
+`sequence_growth`, publishing in `publisher`.
 """
 
 from __future__ import annotations
@@ -12,15 +13,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache import publisher
+from kvcache import publisher, sequence_growth
 from kvcache.block_pool import Pages
 from kvcache.block_table import BlockTable
 from kvcache.conversation_manager import Conversation
 from kvcache.errors import (
     ClosedSequenceError,
     InvalidSizeError,
-    InvalidTokensError,
-    OutOfPagesError,
     SuspendedSequenceError,
     TurnEndedError,
 )
@@ -30,6 +29,8 @@ from kvcache.provenance import BlockOrigin, Provenance
 from kvcache.radix_match import Match
 from kvcache.radix_node import Anchor, Rows, Tokens
 from kvcache.suspension import SuspendedPages, bring_back, take_out
+from kvcache.token_buffer import TokenBuffer
+from kvcache.token_ids import checked_tokens
 
 if TYPE_CHECKING:
     from kvcache.manager import KvCacheManager
@@ -58,7 +59,7 @@ class SequenceCache:
         self.owner = conversation_id if conversation_id else f"\0{request_id}"
         self.scope = scope
         self.conversation = conversation
-        self._tokens = prompt
+        self._tokens = TokenBuffer(request_id, prompt)
         self.prompt_tokens = len(prompt)
         self.num_reused_tokens = 0
         self.num_computed_tokens = 0
@@ -132,102 +133,7 @@ class SequenceCache:
                 raise InvalidSizeError(
                     f"cannot resize to {num_tokens} tokens: {self.num_computed_tokens} are computed already"
                 )
-            try:
-                self._resize(num_tokens, history)
-            except OutOfPagesError:
-                if not self.sources and not self.state_sources:
-                    raise
-                self._forfeit(num_tokens, history)
-
-    def _resize(self, num_tokens: int, history: int | None) -> None:
-        block = self._shape.block
-        blocks = -(-num_tokens // block)
-        if blocks < self.blocks:
-            self._shrink(blocks)
-        firsts = self._first_new_blocks(self.num_computed_tokens if history is None else history)
-        need = self._need(blocks, firsts)
-        self._manager.check_fits(num_tokens, blocks, [blocks - first for first in firsts])
-        if any(need.values()):
-            self._manager.reserve(need)
-            self._take(blocks, firsts, need)
-        self._copy_sources()
-        self.capacity_tokens = num_tokens
-
-    def _first_new_blocks(self, history: int) -> list[int]:
-        firsts = [self.blocks] * len(self._shape.attention)
-        for row, _, window in self._shape.window_rows:
-            firsts[row] = max(self.blocks, first_live_block(history, self._shape.block, window))
-        return firsts
-
-    def _need(self, blocks: int, firsts: list[int]) -> dict[int, int]:
-        need = {group: max(0, blocks - first) for group, first in zip(self._shape.attention, firsts, strict=True)}
-        need.update({group: 0 if group in self.state_pages else 1 for group in self._shape.recurrent})
-        return need
-
-    def _take(self, blocks: int, firsts: list[int], need: dict[int, int]) -> None:
-        if blocks > self.rows.shape[1]:
-            capacity = max(blocks, self.rows.shape[1] * 5 // 4) if self.rows.shape[1] else blocks
-            rows = np.full((len(firsts), capacity), -1, dtype=np.int32)
-            rows[:, : self.blocks] = self.rows[:, : self.blocks]
-            owned = np.zeros(capacity, dtype=np.bool_)
-            owned[: self.blocks] = self.owned[: self.blocks]
-            self.rows, self.owned = rows, owned
-        elif blocks > self.blocks:
-            self.rows[:, self.blocks : blocks] = -1
-        for row, group in enumerate(self._shape.attention):
-            if need[group]:
-                self.rows[row, firsts[row] : blocks] = self._manager.pools[group].allocate(need[group])
-        for group in self._shape.recurrent:
-            if need[group]:
-                self.state_pages[group] = int(self._manager.pools[group].allocate(1)[0])
-        self.owned[self.blocks : blocks] = True
-        self.blocks = blocks
-
-    def _copy_sources(self) -> None:
-        """Private copies of the partially matched block and of the snapshots; the shared ones are let go."""
-        storage, index = self._manager.storage, self.num_reused_tokens // self._shape.block
-        if self.sources:
-            for row, group in enumerate(self._shape.attention):
-                if self.sources[row] >= 0:
-                    storage.copy_page(self.sources[row], int(self.rows[row, index]), group)
-            self._manager.counters.partial_copies += 1
-        for group, page in self.state_sources.items():
-            storage.copy_page(page, self.state_pages[group], group)
-        self._let_sources_go()
-
-    def _let_sources_go(self) -> None:
-        for row, group in enumerate(self._shape.attention):
-            if self.sources and self.sources[row] >= 0:
-                self._manager.pools[group].release(np.array([self.sources[row]], dtype=np.int32))
-        for group, page in self.state_sources.items():
-            self._manager.pools[group].release(np.array([page], dtype=np.int32))
-        self.state_sources = {}
-        if self.sources:
-            self.sources = []
-            publisher.align_lock(self)
-
-    def _forfeit(self, num_tokens: int, history: int | None) -> None:
-        """The copy source itself is in the way: reuse less rather than wait for ever."""
-        self._forfeit_match()
-        self._resize(num_tokens, history)
-
-    def _forfeit_match(self) -> None:
-        """Give up the part of the match that is not copied yet."""
-        self._let_sources_go()
-        if self._shape.plain:
-            reused = self.num_reused_tokens - self.num_reused_tokens % self._shape.block
-        else:
-            reused = 0
-            self._give_back()
-        self.num_reused_tokens = self.num_computed_tokens = self.num_committed_tokens = reused
-        self.capacity_tokens = min(self.capacity_tokens, reused)
-
-    def _shrink(self, blocks: int) -> None:
-        for row, group in enumerate(self._shape.attention):
-            pages = self.rows[row, blocks : self.blocks]
-            held = pages >= 0 if row not in self._shape.full_rows else self.owned[blocks : self.blocks]
-            self._manager.pools[group].release(pages[held])
-        self.blocks = blocks
+            sequence_growth.resize(self, num_tokens, history)
 
     # computing
 
@@ -252,34 +158,19 @@ class SequenceCache:
             self.require_open()
             if self.turn_ended:
                 raise TurnEndedError(f"request {self.request_id}: the turn has ended, nothing can be added")
-            tokens = self._manager.checked_tokens(tokens, allow_empty=True)
+            tokens = checked_tokens(tokens, allow_empty=True)
             end = self.num_computed_tokens + len(tokens)
             if end > self.blocks * self._shape.block or end > self.capacity_tokens:
                 raise InvalidSizeError(f"{end} computed tokens exceed the capacity of {self.capacity_tokens}: resize")
             if self.sources or self.state_sources:
                 raise InvalidSizeError("call resize before the first append_computed: matched pages are not copied yet")
-            self._store(tokens)
+            self._tokens.put(self.num_computed_tokens, tokens)
             self._note_origin(origin, worker)
             self.num_computed_tokens = end
             if end_of_prompt:
                 self.prompt_ended = True
             publisher.after_append(self, end_of_prompt)
             self._release_stale()
-
-    def _store(self, tokens: Tokens) -> None:
-        start, end = self.num_computed_tokens, self.num_computed_tokens + len(tokens)
-        known = min(self.prompt_tokens, end) - start
-        if known > 0 and not np.array_equal(tokens[:known], self._tokens[start : start + known]):
-            raise InvalidTokensError(
-                f"request {self.request_id}: computed tokens from position {start} on differ from its prompt"
-            )
-        if end > self.prompt_tokens:
-            self._manager.check_signs(tokens[max(0, known) :])
-            if end > len(self._tokens) or self._tokens.flags.writeable is False:
-                grown = np.empty(max(end + 64, len(self._tokens) * 5 // 4), dtype=np.int32)
-                grown[:start] = self._tokens[:start]
-                self._tokens = grown
-            self._tokens[start:end] = tokens
 
     def _note_origin(self, origin: BlockOrigin, worker: str | None) -> None:
         turn = 0 if self.conversation is None else self.conversation.completed + 1
@@ -321,7 +212,7 @@ class SequenceCache:
         with self._manager.guard():
             self.require_open()
             if self.sources or self.state_sources:
-                self._forfeit_match()
+                sequence_growth.forfeit_match(self)
             self.suspended = take_out(self)
             return self.suspended.nbytes
 
@@ -346,7 +237,7 @@ class SequenceCache:
 
     def tokens(self, start: int, end: int) -> Tokens:
         """Computed tokens (a view)."""
-        return self._tokens[start:end]
+        return self._tokens.view(start, end)
 
     def pages(self, group: int = 0) -> Pages:
         """Page of each block ordinal, -1 where a window's page is gone (a recurrent group: its one state page). A copy
@@ -405,6 +296,18 @@ class SequenceCache:
 
     # ending
 
+    def let_sources_go(self) -> None:
+        """Stop holding shared pages and snapshots that were to be copied."""
+        for row, group in enumerate(self._shape.attention):
+            if self.sources and self.sources[row] >= 0:
+                self._manager.pools[group].release(np.array([self.sources[row]], dtype=np.int32))
+        for group, page in self.state_sources.items():
+            self._manager.pools[group].release(np.array([page], dtype=np.int32))
+        self.state_sources = {}
+        if self.sources:
+            self.sources = []
+            publisher.align_lock(self)
+
     def own_everything(self) -> None:
         """Hold matched tree blocks page by page, so that the tree may go (`KvCacheManager.clear`)."""
         if self.lock is None:
@@ -424,13 +327,13 @@ class SequenceCache:
         if self.closed:
             return
         with self._manager.guard():
-            self._let_sources_go()
-            self._give_back()
+            self.let_sources_go()
+            self.give_back()
             self.suspended = None
             self.closed = True
             self._manager.forget(self)
 
-    def _give_back(self) -> None:
+    def give_back(self) -> None:
         """Release every page and the place in the tree."""
         for group, pages in self.held_pages().items():
             self._manager.pools[group].release(pages)

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-__all__ = ["CacheCounters", "CacheStats", "PoolStats"]
+import numpy as np
+
+if TYPE_CHECKING:
+    from kvcache.manager import KvCacheManager
+    from kvcache.page_pin import PagePin
+
+__all__ = ["CacheCounters", "CacheStats", "EvictionCounts", "PoolStats", "collect_stats"]
 
 
 @dataclass(slots=True)
@@ -20,6 +28,28 @@ class CacheCounters:
     partial_copies: int = 0
     snapshots_skipped: int = 0
     peak_used_pages: int = 0
+
+
+@dataclass(slots=True)
+class EvictionCounts:
+    """What the tree gave up since the start; only `radix_evict` and the drop handles write them.
+
+    blocks   for want of room, `superseded` ones among them; window_pages: windows and snapshots for want of room
+    """
+
+    blocks: int = 0
+    superseded: int = 0
+    window_pages: int = 0
+    dropped_turn_pages: int = 0
+
+    def by_reason(self) -> dict[str, int]:
+        """As `CacheStats.evictions` shows them."""
+        return {
+            "capacity": self.blocks - self.superseded,
+            "superseded": self.superseded,
+            "window": self.window_pages,
+            "dropped_turn": self.dropped_turn_pages,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,3 +103,44 @@ class CacheStats:
         reused = self.reused_full_blocks + self.reused_partial_blocks
         asked = reused + self.missed_blocks
         return reused / asked if asked else 0.0
+
+
+def collect_stats(manager: KvCacheManager, open_sequences: int, pins: Collection[PagePin]) -> CacheStats:
+    """The numbers of a manager, now."""
+    counters, ledger, tree, tiers = manager.counters, manager.ledger, manager.tree, manager.tiers
+    pools = tuple(
+        PoolStats(
+            group,
+            manager.layout.groups[group].kind.value,
+            pool.num_pages,
+            pool.free_pages,
+            int(np.count_nonzero((pool.refs > 0) & ~pool.in_tree)),
+            pool.tree_pages,
+            manager.layout.page_bytes(group),
+        )
+        for group, pool in enumerate(manager.pools)
+    )
+    return CacheStats(
+        pools=pools,
+        open_sequences=open_sequences,
+        requests=counters.requests,
+        prompt_tokens=counters.prompt_tokens,
+        reused_tokens=counters.reused_tokens,
+        reused_full_blocks=counters.reused_full_blocks,
+        reused_partial_blocks=counters.reused_partial_blocks,
+        missed_blocks=counters.missed_blocks,
+        evicted_blocks=tree.evictions.blocks,
+        evictions=tree.evictions.by_reason(),
+        index_bytes=sum(node.nbytes for node in tree.nodes()),
+        superseded_blocks=tree.superseded_blocks,
+        tracked_conversations=0 if ledger is None else len(ledger),
+        retained_turns=0 if ledger is None else ledger.retained_turns,
+        host_blocks=0 if tiers is None else len(tiers.host),
+        disk_blocks=0 if tiers is None or tiers.disk is None else len(tiers.disk),
+        offloaded_blocks=0 if tiers is None else tiers.offloaded,
+        onboarded_blocks=0 if tiers is None else tiers.onboarded,
+        corrupt_blocks=0 if tiers is None else tiers.corrupt,
+        peer_pins=len(pins),
+        pinned_pages=sum(pin.num_pages for pin in pins),
+        poison_reason=manager.poison_reason,
+    )

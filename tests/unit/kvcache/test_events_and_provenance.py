@@ -76,10 +76,10 @@ def test_provenance(bench):
     cache = b.start([*range(8), *range(20, 33)], "c")
     cache.resize(21)
     for first, last, origin, worker in ((8, 12, BlockOrigin.PULLED, "ctx-1"), (12, 16, BlockOrigin.COMPUTED, None)):
-        tokens = cache._tokens[first:last]
+        tokens = cache.tokens(first, last)
         b.model.compute(cache, tokens)
         cache.append_computed(tokens, origin=origin, worker=worker)
-    b.compute(cache, cache._tokens[16:21], end=True)
+    b.compute(cache, cache.tokens(16, 21), end=True)
     answer = np.arange(60, 67, dtype=np.int32)
     cache.resize(28)
     b.model.compute(cache, answer)

@@ -1,0 +1,30 @@
+"""Checks of token ids that come from outside, before they are matched or stored."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvcache.errors import InvalidTokensError
+from kvcache.radix_node import Tokens
+
+__all__ = ["check_signs", "checked_tokens"]
+
+
+def checked_tokens(tokens: Tokens, *, allow_empty: bool = False) -> Tokens:
+    """`tokens` as contiguous int32 (the sign of int32 ids is left to `check_signs`). Raises InvalidTokensError."""
+    array = np.asarray(tokens)
+    if array.ndim != 1 or (len(array) == 0 and not allow_empty):
+        raise InvalidTokensError("give token ids as a non-empty one-dimensional array")
+    if array.dtype != np.int32:
+        if len(array) and array.dtype.kind not in "iu":
+            raise InvalidTokensError(f"token ids are integers, not {array.dtype}")
+        if len(array) and (int(array.min()) < 0 or int(array.max()) >= 2**31):
+            raise InvalidTokensError("token ids lie in 0 .. 2^31 - 1")
+        array = array.astype(np.int32)
+    return np.ascontiguousarray(array)
+
+
+def check_signs(tokens: Tokens) -> None:
+    """Raises InvalidTokensError for a negative id. What the tree holds needs no check: it never takes one in."""
+    if len(tokens) and int(tokens.min()) < 0:
+        raise InvalidTokensError("token ids lie in 0 .. 2^31 - 1")
