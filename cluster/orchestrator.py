@@ -80,7 +80,7 @@ class Orchestrator:
     @property
     def ready(self) -> bool:
         """Whether a request can be served now."""
-        return self.fleet.serving
+        return self._closing is None and self.fleet.serving
 
     async def close(self) -> None:
         """Cancel what is being served, let closing turns end, close the workers."""
@@ -110,6 +110,14 @@ class Orchestrator:
         self._streams[task] = stream
         task.add_done_callback(self._streams.pop)
         return stream
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take no more requests, and wait until those being served and their back-flows have ended, or `timeout_s`."""
+        self._closing = NotReadyError("the server is shutting down")
+        deadline = time.monotonic() + timeout_s
+        if self._streams:
+            await asyncio.wait(list(self._streams), timeout=timeout_s)
+        await self.turns.settle(max(0.0, deadline - time.monotonic()))
 
     async def end_requests(self, error: ClusterError) -> None:
         """Take no more requests, and end those being served with `error`. Waits until they have let go of all."""

@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 
 Progress = Callable[[str], None]
 
+_CLOSING_S = 5.0  # what closing the workers and Ray takes at the most on a busy machine
+
 
 @dataclass(frozen=True, slots=True)
 class RunningCluster:
@@ -61,12 +63,15 @@ def run_server(config: ClusterConfig, *, aggregated: bool = False, address: str 
 
 
 async def _serve_until_signalled(config: ClusterConfig, *, aggregated: bool, address: str | None) -> int:
-    stopping, started = asyncio.Event(), asyncio.Event()
+    stopping, started, hurry = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (hurry if stopping.is_set() else stopping).set()
 
     def catch_signals() -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, stopping.set)
+            loop.add_signal_handler(number, on_signal)
 
     async def serve() -> None:
         catch_signals()
@@ -81,6 +86,7 @@ async def _serve_until_signalled(config: ClusterConfig, *, aggregated: bool, add
             started.set()
             _say(f"ready: {config.model} at {cluster.base_url}/v1  (Ctrl-C stops)")
             await stopping.wait()
+            await _drain(cluster.orchestrator, _drain_seconds(config), hurry)
             _say("stopping")
 
     serving, stopped = asyncio.create_task(serve()), asyncio.create_task(stopping.wait())
@@ -92,6 +98,23 @@ async def _serve_until_signalled(config: ClusterConfig, *, aggregated: bool, add
         os._exit(0)
     await serving
     return 0
+
+
+def _drain_seconds(config: ClusterConfig) -> float:
+    """How long requests may finish. A Slurm job kills its server `slurm.drain_s` after SIGTERM, closing included."""
+    return config.server.drain_s if config.slurm is None else max(0.0, config.slurm.drain_s - _CLOSING_S)
+
+
+async def _drain(orchestrator: Orchestrator, seconds: float, hurry: asyncio.Event) -> None:
+    """Admit no more; let what is in progress finish, for `seconds` at most or until a second signal."""
+    if orchestrator.in_flight:
+        _say(f"draining: {orchestrator.in_flight} requests may finish within {seconds:g} s (again to stop at once)")
+    drained = asyncio.create_task(orchestrator.drain(seconds))
+    hurried = asyncio.create_task(hurry.wait())
+    await asyncio.wait({drained, hurried}, return_when=asyncio.FIRST_COMPLETED)
+    for task in (drained, hurried):
+        task.cancel()
+    await asyncio.gather(drained, hurried, return_exceptions=True)
 
 
 @contextlib.asynccontextmanager

@@ -80,14 +80,19 @@ class Turns:
         if tasks:
             await asyncio.wait(tasks, timeout=timeout_s)
 
-    async def drain(self, timeout_s: float) -> None:
-        """Wait for every closing turn, then cancel what is left."""
+    async def settle(self, timeout_s: float) -> None:
+        """Wait for every closing turn, at most `timeout_s`."""
         tasks = {closing.task for closing in self._closing}
         if tasks:
-            _, late = await asyncio.wait(tasks, timeout=timeout_s)
-            for task in late:
-                task.cancel()
-            await asyncio.gather(*late, return_exceptions=True)
+            await asyncio.wait(tasks, timeout=timeout_s)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Wait for every closing turn, then cancel what is left."""
+        await self.settle(timeout_s)
+        late = [closing.task for closing in self._closing]
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
 
     async def _close(
         self, context: WorkerHandle, generation: WorkerHandle | None, turn: TurnHandoff, record: TurnRecord

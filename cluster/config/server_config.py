@@ -25,3 +25,10 @@ class ServerConfig(StrictModel):
     max_queued_requests: int = Field(
         default=256, ge=1, description="Requests waiting or running; one more is refused with 429."
     )
+    drain_s: float = Field(
+        default=5.0,
+        ge=0.0,
+        le=86400.0,
+        description="Seconds that requests in progress may take to finish when the server is told to stop (SIGINT, "
+        "SIGTERM); a second signal ends them at once. In a Slurm job `slurm.drain_s` decides.",
+    )

@@ -33,6 +33,7 @@ def test_a_signal_ends_it_and_leaves_nothing(launch: Callable[..., Any], number:
     ) as response:
         next(response.iter_lines())  # a stream is open while the signal comes
         server.process.send_signal(number)
+        server.process.send_signal(number)  # the second one does not let it finish
         assert server.process.wait(60) == 0
     assert server.leftovers() == []
     assert shared_memory() <= before
@@ -40,6 +41,29 @@ def test_a_signal_ends_it_and_leaves_nothing(launch: Callable[..., Any], number:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind(("127.0.0.1", server.port))
     assert "Traceback" not in server.log.read_text()
+
+
+def test_requests_in_progress_may_finish_and_new_ones_are_refused(launch: Callable[..., Any]):
+    server = launch("--model", "hash:step_ms=20", "--set", "server.drain_s=30")
+    server.wait_ready()
+    body = {"model": "hash:step_ms=20", "prompt": "x", "max_tokens": 100, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{server.base_url}/v1/completions", json=body, timeout=60) as response:
+        lines = response.iter_lines()
+        next(lines)
+        server.process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + 5
+        while (health := httpx.get(f"{server.base_url}/health")).status_code == 200 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert health.status_code == 503
+        refused = httpx.post(f"{server.base_url}/v1/completions", json=body, timeout=10)
+        assert refused.status_code == 503
+        assert "shutting down" in refused.json()["error"]["message"]
+        rest = list(lines)
+    assert rest[-2:] == ["data: [DONE]", ""]
+    assert not any("error" in line for line in rest)
+    assert server.process.wait(60) == 0
+    assert "draining: 1 requests" in server.log.read_text()
+    assert server.leftovers() == []
 
 
 def test_a_signal_during_start_up_ends_it_too(launch: Callable[..., Any]):
