@@ -150,6 +150,9 @@ class RankProcess:
     ) -> dict[str, Any]:
         return self._turns[end].pull(ticket_from_dict(ticket), start, upto, timeout_s, end_of_prompt)
 
+    def _do_turn_damage(self, end: str) -> None:
+        self._turns[end].damage()
+
     def _do_turn_end(self, end: str) -> list[int]:
         return self._turns[end].end()
 

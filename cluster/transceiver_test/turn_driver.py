@@ -54,7 +54,11 @@ def drive_turns(
     *,
     damage: bool,
 ) -> None:
-    """Run the conversation and set `result`. Raises RankCallError and RankHungError."""
+    """Run the conversation and set `result`. Raises RankCallError and RankHungError.
+
+    `damage` flips a bit of a page that the generation side has pulled, before it ends its first turn: the result is a
+    mismatch only if the cell's own check finds it.
+    """
     longest = turns.first_tokens + (turns.turns + 1) * (turns.turn_tokens + turns.answer_tokens)
     pages = 4 * -(-longest // layout.tokens_per_block) + 8
     for rank, end in ((context, "turn-ctx"), (generation, "turn-gen")):
@@ -70,14 +74,12 @@ def drive_turns(
         new = turn_tokens(number, turns.turn_tokens if parent else turns.first_tokens, 1)
         prompt = [*parent.prompt, *parent.answer, *new] if parent else new
         turn = _Turn(prompt, turn_tokens(number, turns.answer_tokens, 2))
-        problems += _one_turn(pool, cell, layout, context, generation, number, turn, parent, result, left)
+        problems += _one_turn(pool, cell, layout, context, generation, number, turn, parent, result, left, damage)
         history.append(turn)
         if problems:
             break
     for rank, end in ((context, "turn-ctx"), (generation, "turn-gen")):
         pool.call(rank, "turn_close", left(), end=end)
-    if damage and not problems:
-        problems = ["mismatch: forced"]
     if not problems:
         result.status = CellStatus.PASS
     else:
@@ -88,7 +90,7 @@ def drive_turns(
 
 def _one_turn(
     pool: RankPool, cell: TurnCell, layout: KvLayout, context: str, generation: str, number: int, turn: _Turn,
-    parent: _Turn | None, result: CellResult, left: Callable[[], float],
+    parent: _Turn | None, result: CellResult, left: Callable[[], float], damage: bool,
 ) -> list[str]:  # fmt: skip
     size, name = layout.tokens_per_block, f"turn {number}"
     prompt, known = len(turn.prompt), parent.endpoint if parent else 0
@@ -116,6 +118,8 @@ def _one_turn(
         pool, generation, "turn-gen", context, "turn-ctx", f"{name} back-flow", prompt, turn.endpoint, size, result,
         left, end_of_prompt=False,
     )  # fmt: skip
+    if damage and not problems:
+        pool.call(generation, "turn_damage", left(), end="turn-gen")
     for rank, side in ((context, "turn-ctx"), (generation, "turn-gen")):
         wrong = pool.call(rank, "turn_end", left(), end=side)
         if wrong:

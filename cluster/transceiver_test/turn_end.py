@@ -126,6 +126,10 @@ class TurnEnd:
             "wrong": wrong,
         }
 
+    def damage(self) -> None:
+        """Flip one bit of the sequence's first page (--force-mismatch): the check of `end` must find it."""
+        self.storage.page(int(self._live().pages(0)[0]), 0)[0] ^= 1
+
     def end(self) -> list[int]:
         """End the turn and the sequence; returns wrong blocks (none) after a check of the whole sequence."""
         sequence = self._live()
