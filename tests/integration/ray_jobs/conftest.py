@@ -36,7 +36,7 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def ray_head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayHead]:
     folder = tmp_path_factory.mktemp("ray-head")
     job = JobFolder(folder)

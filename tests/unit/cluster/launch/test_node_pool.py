@@ -27,8 +27,14 @@ def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
     return True
 
 
+def agents() -> set[int]:
+    """Node agents that this test run has started."""
+    return {pid for pid in descendants(os.getpid()) if b"node_agent" in Path(f"/proc/{pid}/cmdline").read_bytes()}
+
+
 @pytest.fixture
 def pool(tmp_path: Path) -> Iterator[NodePool]:
+    before = agents()
     token = make_token_file(tmp_path / "token")
     pool = NodePool(["a", "b"], token)
     pool.start()
@@ -37,7 +43,7 @@ def pool(tmp_path: Path) -> Iterator[NodePool]:
     assert pool.wait_joined(20.0) == []
     yield pool
     pool.stop(0.5)
-    assert not [pid for pid in descendants(os.getpid()) if b"node_agent" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    assert not agents() - before
 
 
 def test_the_token_is_for_the_owner_only(tmp_path: Path) -> None:
