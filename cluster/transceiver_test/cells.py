@@ -71,7 +71,10 @@ Cell = TransferCell | TurnCell
 
 @dataclass(slots=True)
 class CellResult:
-    """What a cell found. Bandwidths are GB/s (10^9 bytes) of one receiving rank; `samples` those of all ranks."""
+    """What a cell found. Bandwidths are GB/s (10^9 bytes) of one receiving rank; `samples` those of all ranks.
+
+    `bytes_moved` counts warm-up requests too, `timed_bytes` those of `samples` only.
+    """
 
     cell: Cell
     status: CellStatus = CellStatus.NO_DATA
@@ -80,6 +83,7 @@ class CellResult:
     samples: list[float] = field(default_factory=list)
     receivers: int = 0
     bytes_moved: int = 0
+    timed_bytes: int = 0
     blocks_moved: int = 0
     seconds: float = 0.0
 
@@ -91,6 +95,11 @@ class CellResult:
             return None
         middle = len(ordered) // 2
         return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+    @property
+    def transfer_bytes(self) -> float | None:
+        """Bytes that a rank pulled for one timed request, on average over ranks and requests."""
+        return self.timed_bytes / len(self.samples) if self.samples else None
 
     @property
     def p90(self) -> float | None:

@@ -50,9 +50,8 @@ def write_results(folder: Path, results: Sequence[CellResult], raw: Sequence[dic
             best[result.cell.combination] = entry
     lines: dict[str, list[tuple[float, float]]] = {}
     for result in results:
-        if isinstance(result.cell, TransferCell) and result.per_rank is not None and result.samples:
-            requests = len(result.samples) // max(1, result.receivers) or 1
-            size = result.bytes_moved / max(1, result.receivers) / requests
+        if isinstance(result.cell, TransferCell) and result.per_rank is not None:
+            size = result.transfer_bytes or 0.0
             lines.setdefault(f"{result.cell.sweep}/{result.cell.combination}", []).append((size, result.per_rank))
     files = {
         "results.json": json.dumps(results_to_json(results, raw), indent=2) + "\n",

@@ -202,6 +202,7 @@ class SweepRunner:
             result.blocks_moved += sum(outcome["blocks"] for outcome in answer["outcomes"])
             if timed and answer["seconds"] > 0:
                 result.samples.append(moved / answer["seconds"] / 1e9)
+                result.timed_bytes += moved
             for source in receiver.holders:
                 holder = holders[source]
                 end = self._pool.call(holder.rank, "published", self._left(), end=holder.end, timeout_s=_DRAIN_S)

@@ -102,7 +102,9 @@ def result(status: CellStatus, samples: list[float], length: int = 100) -> CellR
     cell = TransferCell(
         "tcp", "ucx", LayoutConfig(name="full"), next(iter(TransceiverTestConfig().directions)), length, 1, 0
     )
-    return CellResult(cell, status, "", "ucx/tcp", samples, receivers=2, bytes_moved=10_000, blocks_moved=4)
+    return CellResult(
+        cell, status, "", "ucx/tcp", samples, receivers=2, bytes_moved=10_000, timed_bytes=10_000, blocks_moved=4
+    )
 
 
 def test_figures() -> None:
