@@ -1,6 +1,6 @@
 """Bodies of POST /v1/chat/completions and /v1/completions, and of the token endpoints.
 
-Known fields are validated strictly; unknown top-level ones are left out here and counted by the caller
+Known fields are validated strictly; unknown ones are left out here and counted by the caller
 (`unknown_fields`). Each field's description says what to send: it is the remedy that an error message ends with.
 Never touches a tokenizer or the cluster.
 """
@@ -201,6 +201,15 @@ class DetokenizeRequest(_Body):
         return value
 
 
+_NESTED: dict[str, type[BaseModel]] = {"conversation_params": ConversationParams, "stream_options": StreamOptions}
+
+
 def unknown_fields(model: type[BaseModel], body: Mapping[str, Any]) -> list[str]:
-    """Top-level names in `body` that `model` does not know, in the body's order."""
-    return [name for name in body if name not in model.model_fields]
+    """Names in `body` that `model` does not know, in the body's order; inside an option group as `group.name`."""
+    unknown: list[str] = []
+    for name, value in body.items():
+        if name not in model.model_fields:
+            unknown.append(name)
+        elif name in _NESTED and isinstance(value, Mapping):
+            unknown += [f"{name}.{inner}" for inner in value if inner not in _NESTED[name].model_fields]
+    return unknown

@@ -10,6 +10,7 @@ from openai.types.chat import ChatCompletion
 
 from cluster.engine import HashTokenizer
 from cluster.errors import EngineFailedError, NotReadyError, QueueFullError, WorkerLostError
+from cluster.frontend.protocol import ChatCompletionRequest, unknown_fields
 from cluster.request import FinishReason
 from tests.unit.cluster.frontend.fake_backend import MODEL, FakeBackend, build_app, client_of, says
 
@@ -193,6 +194,11 @@ async def test_unknown_fields_are_ignored_named_and_counted() -> None:
     assert answer["kvferry"]["ignored_fields"] == ["user", "wobble"]
     assert "kvferry_http_ignored_fields_total 2.0" in metrics
     assert 'kvferry_http_requests_total{route="completions",status="200"} 1.0' in metrics
+
+
+def test_unknown_names_inside_an_option_group_are_told_with_their_group() -> None:
+    body = {"conversation_params": {"conversationid": "x"}, "stream_options": {"include_usage": True, "nope": 1}}
+    assert unknown_fields(ChatCompletionRequest, body) == ["conversation_params.conversationid", "stream_options.nope"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
