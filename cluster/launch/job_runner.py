@@ -186,7 +186,8 @@ class JobRunner:
             self._check()
             if server.wait(_POLL_S):
                 cause = server.why or f"the server ended with exit code {server.code} before it was ready"
-                raise _StepFailedError("serve", server.node, cause, server.code or 1, server.log, server.tail())
+                code = _shell_code(server.code or 1)
+                raise _StepFailedError("serve", server.node, cause, code, server.log, server.tail())
             if _healthy(url):
                 return url
             if time.monotonic() > deadline:
@@ -202,7 +203,8 @@ class JobRunner:
                 if beside is not None and not beside.running:
                     self._end(process, step)
                     cause = beside.why or f"the server ended with exit code {beside.code} while {step} ran"
-                    raise _StepFailedError("serve", beside.node, cause, beside.code or 1, beside.log, beside.tail())
+                    code = _shell_code(beside.code or 1)
+                    raise _StepFailedError("serve", beside.node, cause, code, beside.log, beside.tail())
         except _DrainRequestedError as request:
             self._say(f"draining: {request}")
             self._enter(JobPhase.DRAINING)

@@ -24,6 +24,7 @@ from cluster.launch.slurm_client import Partition, SlurmClient
 
 __all__ = ["check_before_submit", "check_on_nodes", "log_dir_of"]
 
+_NOT_IN_LOGS = re.compile(r"[%\\\x00-\x1f]")  # patterns and line ends to sbatch --output; spaces and quotes are fine
 _PLACEHOLDER = re.compile(r"<[A-Za-z_][^<>]*>")
 
 
@@ -94,15 +95,36 @@ def _placeholders(value: Any, path: str = "") -> Iterator[ConfigProblem]:
 
 
 def _folders(slurm: SlurmConfig) -> Iterator[ConfigProblem]:
-    work = Path(slurm.work_dir)
-    if not work.is_dir():
-        yield ConfigProblem(
-            "slurm.work_dir", f"{work} is not a folder", "make it, on a file system that every node sees"
-        )
-        return
-    log_dir = log_dir_of(slurm)
-    existing = next(path for path in (log_dir, *log_dir.parents) if path.exists())
+    work_is_there = True
+    for problem in _work_dir(Path(slurm.work_dir)):
+        work_is_there = False
+        yield problem
+    if work_is_there or Path(slurm.log_dir).is_absolute():
+        yield from _log_dir(log_dir_of(slurm))
+    if slurm.container_image is None and not os.access(job_python(slurm), os.X_OK):
+        remedy = "make it (python -m venv, pip install kvferry) where every node sees it, or set slurm.container_image"
+        yield ConfigProblem("slurm.venv", f"there is no {job_python(slurm)} here", remedy)
+
+
+def _work_dir(work: Path) -> Iterator[ConfigProblem]:
     try:
+        if work.is_dir():
+            return
+    except OSError as error:  # a folder above it that this user may not search
+        why = error.strerror or str(error)
+        yield ConfigProblem("slurm.work_dir", f"{work} cannot be searched: {why}", "choose a folder that you may enter")
+        return
+    yield ConfigProblem("slurm.work_dir", f"{work} is not a folder", "make it, on a file system that every node sees")
+
+
+def _log_dir(log_dir: Path) -> Iterator[ConfigProblem]:
+    if found := _NOT_IN_LOGS.search(str(log_dir)):
+        cause = f"sbatch cannot write logs to {str(log_dir)!r}: it reads the character {found.group()!r} as its own"
+        yield ConfigProblem(
+            "slurm.log_dir", cause, "choose a folder without it (work_dir counts when log_dir is relative)"
+        )
+    try:
+        existing = next(path for path in (log_dir, *log_dir.parents) if path.exists())
         with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
@@ -110,9 +132,6 @@ def _folders(slurm: SlurmConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem(
             "slurm.log_dir", f"{log_dir} is not writable: {why}", "choose a folder that you may write to"
         )
-    if slurm.container_image is None and not os.access(job_python(slurm), os.X_OK):
-        remedy = "make it (python -m venv, pip install kvferry) where every node sees it, or set slurm.container_image"
-        yield ConfigProblem("slurm.venv", f"there is no {job_python(slurm)} here", remedy)
 
 
 def _used_ports(config: ClusterConfig, slurm: SlurmConfig) -> dict[int, str]:

@@ -47,9 +47,9 @@ def _directives(slurm: SlurmConfig, allocation: Allocation, folder: Path) -> lis
         f"--time={slurm.time}",
         f"--nodes={allocation.num_nodes}",
         "--ntasks-per-node=1",
-        f"--output={folder}/0_batch.log",
+        f"--output={shlex.quote(f'{folder}/0_batch.log')}",
         "--open-mode=append",
-        f"--comment=kvferry:{folder}",
+        f"--comment={shlex.quote(f'kvferry:{folder}')}",
         "--requeue" if slurm.max_requeues else "--no-requeue",
     ]
     if slurm.account is not None:

@@ -28,7 +28,9 @@ def limited(slurm: VirtualSlurm, slurm_root: Path) -> Job:
 
 
 def test_success_with_state_logs_and_status(slurm: VirtualSlurm, limited: Job, tmp_path: Path) -> None:
-    job = submit(slurm, write_config(tmp_path, "fine", command("bash", "-c", "echo hello from $SLURMD_NODENAME")))
+    spaced = tmp_path / "my jobs"  # reaches sbatch, srun and every log's name
+    spaced.mkdir()
+    job = submit(slurm, write_config(spaced, "fine", command("bash", "-c", "echo hello from $SLURMD_NODENAME")))
     info = slurm.wait_job(job.job_id, ENDED, 60)
     assert (info.state, info.exit_code) == ("COMPLETED", 0), job.log("")
     assert job.state()["phase"] == "ended"

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -52,6 +56,13 @@ def test_a_container_replaces_the_venv() -> None:
     assert "--container-image=registry/kvferry:1 --container-mounts=/shared:/shared" in script
     assert "python3 -m cluster.launch.slurm_task" in script
     assert "#SBATCH --requeue" in script
+
+
+def test_a_space_in_the_folder_stays_inside_its_directive() -> None:
+    directives = [shlex.split(line.removeprefix("#SBATCH ")) for line in script_of().splitlines() if "#SBATCH" in line]
+    assert ["--output=/shared/my jobs/one/0_batch.log"] in directives
+    assert ["--comment=kvferry:/shared/my jobs/one"] in directives
+    assert all(len(words) == 1 for words in directives)
 
 
 def test_rules_of_the_section(tmp_path: Path) -> None:
@@ -156,3 +167,50 @@ def test_more_nodes_and_gpus_than_the_partition_has(tmp_path: Path) -> None:
         submit_job(ClusterConfig(model="hash", slurm=slurm), name="x", client=FakeSlurm())
     assert [problem.path for problem in caught.value.problems] == ["slurm.nodes", "slurm.gpus_per_node"]
     assert list(tmp_path.iterdir()) == []
+
+
+@contextmanager
+def nobody() -> Iterator[None]:
+    """Give up root's right to enter every folder, for a test that runs as root."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def problems_of(slurm: SlurmConfig) -> list[str]:
+    with pytest.raises(LaunchConfigError) as caught:
+        submit_job(ClusterConfig(model="hash", slurm=slurm), name="x", client=FakeSlurm())
+    return [str(problem) for problem in caught.value.problems]
+
+
+def test_folders_that_the_user_may_not_search_are_problems_and_hide_no_other(tmp_path: Path) -> None:
+    shut = tmp_path / "shut"
+    shut.mkdir(mode=0)
+    with nobody():
+        found = problems_of(SlurmConfig(partition="q", work_dir="/", log_dir=str(shut / "logs")))
+        assert found[0] == (
+            f"slurm.log_dir: {shut}/logs is not writable: Permission denied -> choose a folder that you may write to"
+        )
+        assert "slurm.partition" in found[1]
+        found = problems_of(SlurmConfig(partition="p", work_dir=str(shut / "work"), venv="/no/venv"))
+    shut.chmod(0o700)
+    assert found[0].startswith(f"slurm.work_dir: {shut}/work cannot be searched: Permission denied")
+    assert found[1].startswith("slurm.venv: there is no /no/venv/bin/python here")
+    assert len(found) == 2
+
+
+def test_characters_that_sbatch_reads_otherwise_are_refused_and_spaces_are_not(tmp_path: Path) -> None:
+    odd, spaced = tmp_path / "100%j", tmp_path / "it's my work"
+    odd.mkdir()
+    spaced.mkdir()
+    [found] = problems_of(SlurmConfig(partition="p", work_dir=str(odd)))
+    assert found.startswith("slurm.log_dir: sbatch cannot write logs to")
+    assert "the character '%'" in found
+    slurm = SlurmConfig(partition="p", work_dir=str(spaced), log_dir="my logs")
+    done = submit_job(ClusterConfig(model="hash", slurm=slurm), name="x", client=FakeSlurm())
+    assert done.folder.parent == spaced / "my logs"
