@@ -82,18 +82,20 @@ def transceiver_test(
 def _submit(
     config: Path | None, dry_run: bool, allow: list[str], host_transfer: bool, mismatch: str | None, hang: str | None
 ) -> None:
+    from cluster.config.errors import ConfigError
     from cluster.launch import SlurmClient
-    from cluster.transceiver_test import load_test_config, submit_test
+    from cluster.transceiver_test import Forced, load_test_config, submit_test, unknown_cells
 
     if config is None:
         raise typer.BadParameter("a job needs a file with a `slurm:` section", param_hint="--config")
+    loaded = load_test_config(config)
+    if problems := unknown_cells(loaded, Forced(mismatch, hang), allow):
+        raise ConfigError(problems)
     arguments = [word for cell in allow for word in ("--allow", cell)]
     arguments += ["--host-transfer"] if host_transfer else []
     arguments += ["--force-mismatch", mismatch] if mismatch is not None else []
     arguments += ["--force-hang", hang] if hang is not None else []
-    submission = submit_test(
-        load_test_config(config), config, client=SlurmClient(), arguments=tuple(arguments), dry_run=dry_run
-    )
+    submission = submit_test(loaded, config, client=SlurmClient(), arguments=tuple(arguments), dry_run=dry_run)
     for note in submission.notes:
         print(f"note: {note}")
     if dry_run:

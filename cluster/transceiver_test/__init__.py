@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from cluster.transceiver_test.cells import Cell, CellResult, CellStatus, TransferCell, TurnCell, cells_of_sweep
 from cluster.transceiver_test.config import TransceiverTestConfig, load_test_config
+from cluster.transceiver_test.forced import Forced, unknown_cells
 from cluster.transceiver_test.run import TestOptions, nodes_of_job, run_transceiver_test
 from cluster.transceiver_test.submission import submit_test
-from cluster.transceiver_test.sweep_runner import Forced
 
 __all__ = [
     "Cell",
@@ -22,4 +22,5 @@ __all__ = [
     "nodes_of_job",
     "run_transceiver_test",
     "submit_test",
+    "unknown_cells",
 ]

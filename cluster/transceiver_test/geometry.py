@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cluster.transceiver_test.config import LayoutConfig, LayoutKind, ParallelConfig
+from cluster.transceiver_test.config import LayoutConfig, LayoutKind, ParallelConfig, TransceiverTestConfig
 from kvcache.layout import KvLayout, LayerGroup, LifeCycleKind
 from transceiver.mapping import sources_of
 from transceiver.parallel_layout import ParallelLayout, RankShare, head_interval, layer_interval
 
-__all__ = ["RankGeometry", "holders_of", "rank_geometry", "side_ranks", "wanted_ordinals"]
+__all__ = ["RankGeometry", "holders_of", "rank_geometry", "ranks_of", "side_ranks", "wanted_ordinals"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,3 +96,14 @@ def _mixed_groups(spec: LayoutConfig) -> tuple[LayerGroup, ...]:
     else:
         other = LayerGroup(LifeCycleKind.RECURRENT, second, state_bytes_per_layer=spec.state_bytes_per_layer)
     return (full, other)
+
+
+def ranks_of(config: TransceiverTestConfig) -> list[tuple[str, int]]:
+    """(role, rank) of every rank process that a sweep needs."""
+    if "ucx" not in config.backends:
+        return [("ctx", 0)]
+    count = {"ctx": 1, "gen": 1}
+    for layout in config.layouts:
+        for role, side in (("ctx", layout.context), ("gen", layout.generation)):
+            count[role] = max(count[role], side.tp * side.pp)
+    return [(role, rank) for role, ranks in count.items() for rank in range(ranks)]

@@ -83,7 +83,8 @@ def print_results(console: Console, results: Sequence[CellResult], raw: Sequence
         )
     console.print(table)
     for row in raw:
-        console.print(f"raw fabric, sweep {row['sweep']}: {row['mode']} {row['median_GBps']:.3f} GB/s", highlight=False)
+        figure = row.get("error") or f"{row['median_GBps']:.3f} GB/s"
+        console.print(f"raw fabric, sweep {row['sweep']}: {row['mode']} {figure}", markup=False, highlight=False)
     for result in results:
         if result.status is not CellStatus.PASS:
             console.print(

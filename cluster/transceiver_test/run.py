@@ -15,13 +15,16 @@ from typing import Any
 
 from rich.console import Console
 
+from cluster.config.errors import ConfigError, ConfigProblem
 from cluster.launch import job_addresses
 from cluster.launch.node_pool import make_token_file
 from cluster.transceiver_test.cells import CellResult, CellStatus, cells_of_sweep
 from cluster.transceiver_test.config import HostTransferConfig, SweepConfig, TransceiverTestConfig
+from cluster.transceiver_test.forced import Forced, unknown_cells
+from cluster.transceiver_test.geometry import ranks_of
 from cluster.transceiver_test.rank_pool import RankCallError, RankHungError, RankPool
 from cluster.transceiver_test.report import failed_cells, print_results, write_results
-from cluster.transceiver_test.sweep_runner import Forced, SweepRunner, ranks_of
+from cluster.transceiver_test.sweep_runner import SweepRunner
 
 __all__ = ["TestOptions", "nodes_of_job", "run_transceiver_test"]
 
@@ -42,10 +45,15 @@ class TestOptions:
 
 
 def run_transceiver_test(config: TransceiverTestConfig, options: TestOptions, console: Console) -> int:
-    """Run all sweeps, write and print the results; 0 when every cell passed (or was allowed to fail), else 1."""
-    options.output.mkdir(parents=True, exist_ok=True)
+    """Run all sweeps, write and print the results; 0 when every cell passed (or was allowed to fail), else 1.
+
+    Results that are there are written whatever ends the run. Raises ConfigError, before anything runs, when a name in
+    `options` means no cell or the output folder cannot be written.
+    """
+    if problems := unknown_cells(config, options.forced, options.allowed):
+        raise ConfigError(problems)
     token_file = options.output / "token"
-    token = make_token_file(token_file)
+    token = _prepare(options.output, token_file)
     variables = sorted({"UCX_TLS", *(key for sweep in config.ucx_env_sweep for key in sweep.env)})
     results: list[CellResult] = []
     raw: list[dict[str, Any]] = []
@@ -63,13 +71,24 @@ def run_transceiver_test(config: TransceiverTestConfig, options: TestOptions, co
             _run_sweep(config, sweep, options, token, token_file, variables, report, raw)
     finally:
         token_file.unlink()
+        written = write_results(options.output, results, raw)
     print_results(console, results, raw)
-    for path in write_results(options.output, results, raw):
+    for path in written:
         console.print(f"written: {path}", highlight=False)
     failed = failed_cells(results, options.allowed)
     passed = sum(result.status is CellStatus.PASS for result in results)
     console.print(f"{passed} of {len(results)} cells passed, {len(failed)} failed", highlight=False)
     return 1 if failed or not results else 0
+
+
+def _prepare(output: Path, token_file: Path) -> bytes:
+    """Make the folder of the results and the ranks' token in it. Raises ConfigError when that cannot be."""
+    try:
+        (output / "logs").mkdir(parents=True, exist_ok=True)
+        return make_token_file(token_file)
+    except OSError as error:
+        why = f"cannot write into {output}: {error.strerror or error}"
+        raise ConfigError([ConfigProblem("--output", why, "name a folder that this user can write")]) from error
 
 
 def _run_sweep(
@@ -100,7 +119,8 @@ def _run_sweep(
     try:
         healthy = runner.run()
         if healthy and options.host_transfer and len(ranks) > 1:
-            raw.append(_raw_fabric(pool, sweep.name, config.host_transfer))
+            row, healthy = _raw_fabric(pool, sweep.name, config.host_transfer)
+            raw.append(row)
     finally:
         if healthy:
             pool.quit()
@@ -108,8 +128,8 @@ def _run_sweep(
             pool.kill()
 
 
-def _raw_fabric(pool: RankPool, sweep: str, config: HostTransferConfig) -> dict[str, Any]:
-    """A plain TCP connection between the first ranks of both sides, every byte compared."""
+def _raw_fabric(pool: RankPool, sweep: str, config: HostTransferConfig) -> tuple[dict[str, Any], bool]:
+    """A plain TCP connection between the first ranks of both sides, every byte compared; and whether both answered."""
     row: dict[str, Any] = {"sweep": sweep, "mode": "tcp_socket", "bytes": config.bytes_per_transfer}
     try:
         host, port = pool.call("ctx-0", "raw_listen", 30.0, nbytes=config.bytes_per_transfer)
@@ -117,10 +137,11 @@ def _raw_fabric(pool: RankPool, sweep: str, config: HostTransferConfig) -> dict[
         seconds = pool.call(
             "gen-0", "raw_receive", 120.0, host=host, port=port, nbytes=config.bytes_per_transfer, count=count
         )
-    except RankCallError as error:
-        return {**row, "median_GBps": 0.0, "samples": [], "error": str(error)}
+    except (RankCallError, RankHungError) as error:
+        answered = isinstance(error, RankCallError)
+        return {**row, "median_GBps": 0.0, "samples": [], "error": str(error)}, answered
     speeds = [config.bytes_per_transfer / value / 1e9 for value in seconds[config.warmup :]]
-    return {**row, "median_GBps": statistics.median(speeds), "samples": speeds, "byte_correct": True}
+    return {**row, "median_GBps": statistics.median(speeds), "samples": speeds, "byte_correct": True}, True
 
 
 def _own_address(nodes: Sequence[str]) -> str:

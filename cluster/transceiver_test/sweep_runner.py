@@ -18,21 +18,14 @@ from cluster.transceiver_test.config import (
     SweepConfig,
     TransceiverTestConfig,
 )
+from cluster.transceiver_test.forced import Forced
 from cluster.transceiver_test.geometry import RankGeometry, holders_of, rank_geometry, side_ranks, wanted_ordinals
 from cluster.transceiver_test.rank_pool import RankCallError, RankHungError, RankPool
 from cluster.transceiver_test.turn_driver import drive_turns
 
-__all__ = ["Forced", "SweepRunner", "ranks_of"]
+__all__ = ["SweepRunner"]
 
 _DRAIN_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class Forced:
-    """Faults asked for on purpose: names of cells (or parts of names), "" for the first cell, None for none."""
-
-    mismatch: str | None = None
-    hang: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +95,18 @@ class SweepRunner:
             for cell in transfers:
                 yield CellResult(cell, CellStatus.TRANSFER_ERROR, f"set-up: {error}")
             return
-        for cell in transfers:
+        for cell in transfers[:-1]:
             self._arm()
             yield self._run_transfers(cell, holders, receivers)
-        for end in (*holders.values(), *receivers):
-            self._pool.call(end.rank, "close", 30.0, end=end.end)
+        self._arm()
+        last = self._run_transfers(transfers[-1], holders, receivers)
+        try:
+            self._close((*holders.values(), *receivers))
+        except RankHungError:
+            if last.status is not CellStatus.PASS:
+                yield last  # what it found itself says more
+            raise
+        yield last
 
     # --- transfer cells -----------------------------------------------------------------------------------------
 
@@ -138,6 +138,14 @@ class SweepRunner:
                 first_heads=list(geometry.first_heads), pages=pages, config=self._transceiver_config(cell.backend),
             )  # fmt: skip
         return holders, receivers
+
+    def _close(self, ends: Sequence[_End]) -> None:
+        """Raises RankHungError when an end cannot be closed: nothing proves then that its memory is untouched."""
+        for end in ends:
+            try:
+                self._pool.call(end.rank, "close", 30.0, end=end.end)
+            except RankCallError as error:
+                raise RankHungError(str(error)) from error
 
     def _run_transfers(self, cell: TransferCell, holders: dict[int, _End], receivers: list[_End]) -> CellResult:
         result = CellResult(cell, receivers=len(receivers))
@@ -279,14 +287,3 @@ class SweepRunner:
             result.status = CellStatus.TRANSFER_ERROR
             result.detail = f"{result.transport or 'no transport'} was used, not {expected}"
         return result
-
-
-def ranks_of(config: TransceiverTestConfig) -> list[tuple[str, int]]:
-    """(role, rank) of every rank process that a sweep needs."""
-    if "ucx" not in config.backends:
-        return [("ctx", 0)]
-    count = {"ctx": 1, "gen": 1}
-    for layout in config.layouts:
-        for role, side in (("ctx", layout.context), ("gen", layout.generation)):
-            count[role] = max(count[role], side.tp * side.pp)
-    return [(role, rank) for role, ranks in count.items() for rank in range(ranks)]
