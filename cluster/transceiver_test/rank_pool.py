@@ -25,6 +25,8 @@ from cluster.launch.node_link import NodeLink, accept_link
 
 __all__ = ["RankCallError", "RankHungError", "RankPool", "RankSpec"]
 
+_STACKS_S = 3.0
+
 RankSpec = tuple[str, str | None]  # name of the rank, node of the Slurm job or None for this host
 
 
@@ -110,8 +112,8 @@ class RankPool:
         try:
             message = future.result(max(0.0, timeout_s))
         except FutureTimeoutError:
-            self._dump_stacks(rank)
-            raise RankHungError(f"{rank} {command}: no answer within {timeout_s:.1f} s (stacks in its log)") from None
+            stacks = self._dump_stacks(rank)
+            raise RankHungError(f"{rank} {command}: no answer within {timeout_s:.1f} s ({stacks})") from None
         if "gone" in message:
             raise RankHungError(f"{rank} is gone during {command}: {message['gone']}")
         if "error" in message:
@@ -152,12 +154,36 @@ class RankPool:
         for process in self._processes.values():
             process.wait(10)
 
-    def _dump_stacks(self, rank: str) -> None:
+    def _dump_stacks(self, rank: str) -> str:
+        """Get the rank's stacks into its log, wherever it runs; says in words whether they are there."""
+        log = self._logs / f"{rank}.log"
+        try:
+            message = self.begin(rank, "stacks").result(_STACKS_S)
+        except (FutureTimeoutError, RankHungError):  # no thread of it answers
+            return self._signal_stacks(rank, log)
+        if "answer" not in message:
+            return f"no stacks: {message.get('gone', 'it refused')}"
+        try:
+            with log.open("ab") as file:
+                file.write(f"\n{rank} does not answer; its stacks:\n{message['answer']}\n".encode())
+        except OSError as error:
+            return f"no stacks: {log} cannot be written: {error}"
+        return "stacks in its log"
+
+    def _signal_stacks(self, rank: str, log: Path) -> str:
+        """Have a rank of this host write its stacks by a signal, which needs none of its threads."""
         process = self._processes[rank]
-        local = self._pids.get(rank) == process.pid
-        if local and process.poll() is None:
-            os.kill(process.pid, signal.SIGUSR1)  # faulthandler writes every thread's stack
-            threading.Event().wait(0.3)
+        if self._pids.get(rank) != process.pid or process.poll() is not None:
+            return "no stacks: none of its threads answers"
+        before = log.stat().st_size
+        os.kill(process.pid, signal.SIGUSR1)  # faulthandler writes every thread's stack
+        deadline = time.monotonic() + _STACKS_S
+        while log.stat().st_size == before:
+            if time.monotonic() > deadline:
+                return "no stacks: it does not react to a signal"
+            threading.Event().wait(0.05)
+        threading.Event().wait(0.3)  # the rest of the text
+        return "stacks in its log"
 
     def _accept(self) -> None:
         while not self._closing:

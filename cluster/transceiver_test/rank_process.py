@@ -14,6 +14,7 @@ import queue
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -201,14 +202,26 @@ def _answer(rank: RankProcess, order: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read(link: NodeLink, orders: queue.SimpleQueue[dict[str, Any]]) -> None:
-    while True:
-        try:
+    try:
+        while True:
             message = link.receive(5.0)
-        except LinkError as error:
-            print(f"coordinator gone: {error}", file=sys.stderr, flush=True)
-            os._exit(3)  # nothing is freed: a transport may still write
-        if message is not None and "command" in message:
-            orders.put(message)
+            if message is None or "command" not in message:
+                continue
+            if message["command"] == "stacks":  # answered here: it is the main thread that does not answer
+                link.send({"id": message["id"], "answer": _stacks()})
+            else:
+                orders.put(message)
+    except LinkError as error:
+        print(f"coordinator gone: {error}", file=sys.stderr, flush=True)
+        os._exit(3)  # nothing is freed: a transport may still write
+
+
+def _stacks() -> str:
+    """The stacks of every thread, as text of at most 200,000 characters."""
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        return file.read(200_000).decode(errors="replace")
 
 
 def _address_towards(host: str, port: int) -> str:

@@ -68,6 +68,15 @@ def test_a_forced_mismatch_fails_only_its_cell(tmp_path: Path) -> None:
     assert "words differ" in out
 
 
+def test_a_forced_mismatch_of_a_turn_cell_is_found_in_the_pages(tmp_path: Path) -> None:
+    code, out, results = run(tmp_path, "--force-mismatch", "full/turns/")
+    found = statuses(results)
+    assert code == 1
+    assert found.pop("tcp/ucx/full/turns/per_conversation/2") == "MISMATCH"
+    assert set(found.values()) == {"PASS"}
+    assert "mismatch in turn 1: turn-gen ends with wrong blocks [0]" in out
+
+
 def test_a_forced_mismatch_can_be_allowed_by_its_name(tmp_path: Path) -> None:
     cell = "tcp/ucx/full/ctx_to_gen/300"
     code, _, results = run(tmp_path, "--force-mismatch", cell, "--allow", cell)
