@@ -1,4 +1,8 @@
-"""`kvferry ray submit` and `kvferry serve --address` against a head that has a job server and no kvferry of its own."""
+"""`kvferry ray submit` and `kvferry serve --address` against a live head with a job server.
+
+The head runs under the tests' own interpreter, which may have kvferry installed: these tests do not show that a job
+brings all of kvferry with its working directory.
+"""
 
 from __future__ import annotations
 
