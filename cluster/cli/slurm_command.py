@@ -79,7 +79,7 @@ def status(
     from cluster.launch import report_job
 
     folder, slurm_job = _find(job, log_dir)
-    report = report_job(folder, slurm_job)
+    report = report_job(folder, slurm_job, _down_nodes(folder, slurm_job))
     print(json.dumps(report.to_dict(), indent=2) if json_ else "\n".join(report.lines()))
 
 
@@ -122,6 +122,23 @@ def cancel(
     else:
         client.signal_batch(slurm_job.job_id)
         print(f"job {slurm_job.job_id} drains and ends")
+
+
+def _down_nodes(folder: JobFolder, slurm_job: SlurmJob | None) -> list[str]:
+    """The nodes that a job was lost with; asked of Slurm only when it ended the job."""
+    import sys
+
+    from cluster.launch import SlurmClient, SlurmCommandError
+    from cluster.launch.job_report import ended_unheard
+
+    state = folder.read_state()
+    if slurm_job is None or state is None or not ended_unheard(slurm_job, state):
+        return []
+    try:
+        return SlurmClient().down_nodes(state.nodes)
+    except SlurmCommandError as error:
+        print(f"note: {error}", file=sys.stderr)
+        return []
 
 
 def _find(job: str, log_dir: Path) -> tuple[JobFolder, SlurmJob | None]:

@@ -1,7 +1,7 @@
 """The folder of one job: configuration, logs numbered by step, the state, and every failure in one file.
 
-Written by the submission and by the job's first node; read by `kvferry slurm status` and `logs`. The node agents write
-nothing but their processes' logs.
+Written by the submission and by the job's first node; read by `kvferry slurm status` and `logs`. The other nodes write
+their processes' logs, and the loss of the first node.
 
     <log_dir>/<stamp>-<name>/
         config.yaml  allocation.json  job.sbatch  submission.json

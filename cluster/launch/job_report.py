@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from cluster.launch.job_folder import Failure, JobFolder, JobPhase, JobState
 from cluster.launch.slurm_client import SlurmJob
 
-__all__ = ["JobReport", "report_job"]
+__all__ = ["JobReport", "ended_unheard", "report_job"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class JobReport:
             lines.append(f"phase     {state.phase} since {time.strftime('%F %T', time.localtime(state.since))}")
             if state.nodes:
                 lines.append(f"nodes     {' '.join(state.nodes)}")
-            if state.url and state.phase in (JobPhase.READY, JobPhase.DRAINING):
+            if state.url and not (job and job.ended) and state.phase in (JobPhase.READY, JobPhase.DRAINING):
                 lines.append(f"url       {state.url}/v1")
             if state.exit_code is not None:
                 lines.append(f"exit code {state.exit_code}")
@@ -76,6 +77,24 @@ class JobReport:
         return lines
 
 
-def report_job(folder: JobFolder, slurm_job: SlurmJob | None) -> JobReport:
-    """Read the folder's state and failures."""
-    return JobReport(folder, slurm_job, folder.read_state(), tuple(folder.failures()))
+def report_job(folder: JobFolder, slurm_job: SlurmJob | None, down_nodes: Sequence[str] = ()) -> JobReport:
+    """Read the folder's state and failures. A job that Slurm has ended before it could say so itself has failed too.
+
+    `down_nodes` are those of its nodes that Slurm has lost, to be named in that failure.
+    """
+    state, failures = folder.read_state(), folder.failures()
+    if state is not None and slurm_job is not None and ended_unheard(slurm_job, state):
+        reason = f", {slurm_job.reason}" if slurm_job.reason not in ("", "None") else ""
+        cause = f"Slurm ended the job ({slurm_job.state}{reason}) while its phase was {state.phase}"
+        if down_nodes:
+            cause += f"; down: {', '.join(down_nodes)}"
+        where = ", ".join(down_nodes) or slurm_job.nodes or "no node"
+        failures.append(Failure(folder.now(), slurm_job.restarts, where, "slurm", cause, slurm_job.exit_code or None))
+    return JobReport(folder, slurm_job, state, tuple(failures))
+
+
+def ended_unheard(slurm_job: SlurmJob, state: JobState) -> bool:
+    """Whether Slurm is done with a job whose own state says otherwise; one cancelled in the queue had no say."""
+    if slurm_job.state == "CANCELLED" and state.phase == JobPhase.SUBMITTED:
+        return False
+    return slurm_job.ended and state.phase != JobPhase.ENDED

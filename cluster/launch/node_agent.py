@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -29,16 +29,25 @@ from cluster.launch.process_tree import children_of, descendants, kill_descendan
 __all__ = ["NodeAgent", "main"]
 
 _PR_SET_CHILD_SUBREAPER = 36
+_SILENCE_AFTER_SIGNAL_S = 6.0  # Slurm signals a job whose node died, and SIGKILL follows after KillWait
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class NodeAgent:
     """Serves one head until told to stop or left alone."""
 
-    def __init__(self, name: str, link: NodeLink, *, signal_grace_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        name: str,
+        link: NodeLink,
+        *,
+        signal_grace_s: float = 60.0,
+        on_head_lost: Callable[[str], object] | None = None,
+    ) -> None:
         self._name = name
         self._link = link
         self._signal_grace_s = signal_grace_s
+        self._on_head_lost = on_head_lost
         self._children: dict[int, subprocess.Popen[bytes]] = {}
         self._lock = threading.Lock()
         self._last_signal: int | None = None
@@ -71,13 +80,16 @@ class NodeAgent:
                 if self._last_signal is not None:
                     signum, self._last_signal = self._last_signal, None
                     self._link.send({"event": "signal", "signal": signum})
-                if now - last_heard > SILENCE_S:
-                    raise LinkError(f"nothing heard for {SILENCE_S:g} s")
+                silence_s = SILENCE_S if self._end_by is None else _SILENCE_AFTER_SIGNAL_S
+                if now - last_heard > silence_s:
+                    raise LinkError(f"nothing heard for {silence_s:g} s")
                 if self._end_by is not None and now > self._end_by:
                     raise LinkError("a signal's grace is over and the head gave no order")
         except LinkError as error:
             print(f"{self._name}: lost the job's first node ({error}); ending every process here", flush=True)
             self._clean_up(2.0)
+            if self._on_head_lost is not None:
+                self._on_head_lost(str(error))
             return 1
         finally:
             self._link.close()
@@ -196,8 +208,11 @@ def _adopt_orphans() -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """`python -m cluster.launch.node_agent --name N --head HOST:PORT --token-file F`."""
+def main(argv: Sequence[str] | None = None, on_head_lost: Callable[[str], object] | None = None) -> int:
+    """`python -m cluster.launch.node_agent --name N --head HOST:PORT --token-file F`.
+
+    `on_head_lost` is told why, after the clean-up, when a head that was joined is gone without an order to stop.
+    """
     parser = argparse.ArgumentParser(prog="kvferry node agent")
     parser.add_argument("--name", required=True)
     parser.add_argument("--head", required=True)
@@ -213,7 +228,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LinkError as error:
         print(f"{options.name}: {error}", flush=True)
         return 1
-    agent = NodeAgent(options.name, link, signal_grace_s=options.signal_grace)
+    agent = NodeAgent(options.name, link, signal_grace_s=options.signal_grace, on_head_lost=on_head_lost)
     for signum in _SIGNALS:
         signal.signal(signum, agent.on_signal)
     return agent.serve()

@@ -18,6 +18,8 @@ __all__ = ["Partition", "SlurmClient", "SlurmJob"]
 
 _PAIR = re.compile(r"(\w+)=(.*?)(?= [\w/:]+=|$)")
 _LIVE = frozenset({"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD"})
+_FAILED = {"BOOT_FAIL", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"}
+_ENDED = frozenset({"CANCELLED", "COMPLETED", *_FAILED})
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,11 @@ class SlurmJob:
     def live(self) -> bool:
         """Whether the job waits or runs."""
         return self.state in _LIVE
+
+    @property
+    def ended(self) -> bool:
+        """Whether Slurm is done with the job: nothing of it runs or will run."""
+        return self.state in _ENDED
 
 
 class SlurmClient:
@@ -98,6 +105,15 @@ class SlurmClient:
             time_limit=pairs.get("TimeLimit", ""),
             comment=pairs.get("Comment", ""),
         )
+
+    def down_nodes(self, nodes: Sequence[str]) -> list[str]:
+        """Those of `nodes` that are down or do not answer slurmctld. Raises SlurmCommandError."""
+        if not nodes:
+            return []
+        lines = self._run(["sinfo", "-h", "-N", "-n", ",".join(nodes), "-o", "%N|%T"]).splitlines()
+        words = (line.partition("|") for line in lines)
+        states = {name: state for name, _, state in words}  # a node of several partitions comes several times
+        return [name for name, state in states.items() if state.startswith(("down", "fail")) or state.endswith("*")]
 
     def signal_batch(self, job_id: int, name: str = "TERM") -> None:
         """Send a signal to the batch shell alone, which then drains the job. Raises SlurmCommandError."""

@@ -14,11 +14,13 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from cluster.config import load_config
 from cluster.launch import node_agent
 from cluster.launch.allocation import allocate
+from cluster.launch.head_loss import report_head_loss
 from cluster.launch.job_addresses import job_addresses
 from cluster.launch.job_folder import Failure, JobFolder, RunFolder, replace_json
 from cluster.launch.job_runner import EXIT_LAUNCH_FAILED, JobNodes, JobRunner
@@ -37,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     here = os.environ.get("SLURMD_NODENAME", names[0])
     config = load_config(options.folder / "config.yaml")
     assert config.slurm is not None
+    attempt = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+    run = JobFolder(options.folder).run(attempt)
     if here != names[0]:
         return node_agent.main(
             [
@@ -44,13 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 *("--token-file", str(options.folder / "token")),
                 *("--join-timeout", str(config.slurm.join_timeout_s)),
                 *("--signal-grace", str(config.slurm.drain_s + 15.0)),
-            ]
+            ],
+            on_head_lost=partial(report_head_loss, run, names[0], here),
         )
     # Slurm's signals reach the agent on this node too, which reports them; the runner must outlive them to clean up.
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_IGN)
-    attempt = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-    run = JobFolder(options.folder).run(attempt)
     allocation, _ = allocate(config, config.slurm)
     addresses = _addresses(names)
     replace_json(run.job.allocation, allocation.to_dict(tuple(names)))

@@ -139,6 +139,25 @@ def test_a_lost_node_is_reported_by_name_and_the_job_queued_again(separate_nodes
     separate_nodes.wait_idle(60)
 
 
+def test_the_death_of_the_first_node_is_reported_by_the_others(separate_nodes: VirtualSlurm, tmp_path: Path) -> None:
+    section = {**command("bash", "-c", "echo started; sleep 300"), "nodelist": "node3,node4"}
+    job = submit(separate_nodes, write_config(tmp_path, "headless", section))
+    wait_for(lambda: "started" in job.log("_command"), "the driver runs", 60)
+    separate_nodes.machines.crash("node3")
+    wait_for(lambda: bool(job.failures()), "the loss is reported", 40)
+    info = separate_nodes.wait_job(job.job_id, ["NODE_FAIL"], 60)
+    status = kvferry(separate_nodes, "slurm", "status", str(job.job_id))
+    separate_nodes.boot("node3")
+    separate_nodes.wait_idle(60)
+    assert info.state == "NODE_FAIL"
+    [failure] = job.failures()
+    assert (failure["node"], failure["step"], failure["exit_code"]) == ("node3", "running", 75)
+    assert "node3 is lost" in failure["cause"]
+    assert "FAILED    running on node3: node3 is lost" in status.stdout
+    assert "FAILED    slurm on node3: Slurm ended the job (NODE_FAIL" in status.stdout
+    assert "while its phase was running; down: node3" in status.stdout
+
+
 def test_every_error_at_once_and_nothing_submitted(slurm: VirtualSlurm, tmp_path: Path) -> None:
     def jobs() -> set[str]:
         return set(slurm.run(["squeue", "-h", "-t", "all", "-o", "%i"]).stdout.split())

@@ -114,6 +114,42 @@ def test_the_report_names_every_failure(tmp_path: Path) -> None:
     assert "does not know this job" in "\n".join(report_job(folder, None).lines())
 
 
+def slurm_job(state: str, reason: str = "None", exit_code: int = 0) -> SlurmJob:
+    return SlurmJob(7, state, reason, exit_code, 0, "n[1-2]", "00:01:00", "01:00:00", "")
+
+
+def test_a_job_that_slurm_ended_unheard_has_failed(tmp_path: Path) -> None:
+    folder = JobFolder(tmp_path, clock=lambda: 0.0)
+    folder.write_state(JobState(JobPhase.READY, 0.0, 0, ("n1", "n2"), url="http://n1:8000"))
+    report = report_job(folder, slurm_job("NODE_FAIL"), ["n1"])
+    text = "\n".join(report.lines())
+    assert "FAILED    slurm on n1: Slurm ended the job (NODE_FAIL) while its phase was ready; down: n1" in text
+    assert "url" not in text
+    assert [failure["step"] for failure in report.to_dict()["failures"]] == ["slurm"]
+    [failure] = report_job(folder, slurm_job("OUT_OF_MEMORY", "OutOfMemory", 9)).failures
+    assert (failure.node, failure.exit_code) == ("n[1-2]", 9)
+    assert "(OUT_OF_MEMORY, OutOfMemory)" in failure.cause
+    for state in ("RUNNING", "PENDING", "COMPLETING"):
+        assert report_job(folder, slurm_job(state)).failures == ()
+    folder.write_state(JobState(JobPhase.SUBMITTED, 0.0))
+    assert report_job(folder, slurm_job("CANCELLED")).failures == ()  # in the queue
+    folder.write_state(JobState(JobPhase.ENDED, 0.0, exit_code=0))
+    assert report_job(folder, slurm_job("TIMEOUT")).failures == ()
+
+
+def test_down_nodes_are_those_that_slurm_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def run(_self: SlurmClient, argv: list[str], _timeout_s: float | None = None) -> str:
+        asked.append(argv)
+        return "n1|down*\nn1|down*\nn2|idle\nn3|mixed*\nn4|drained\n"
+
+    monkeypatch.setattr(SlurmClient, "_run", run)
+    assert SlurmClient().down_nodes(["n1", "n2", "n3", "n4"]) == ["n1", "n3"]
+    assert "n1,n2,n3,n4" in asked[0]
+    assert (SlurmClient().down_nodes([]), len(asked)) == ([], 1)
+
+
 def test_a_folder_is_found_by_id_comment_or_path(tmp_path: Path) -> None:
     folder = tmp_path / "20260101-000000-x"
     folder.mkdir()
