@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +11,8 @@ import typer
 from cluster.cli.options import ConfigOption, SetOption, load, require_sound
 
 if TYPE_CHECKING:
-    from cluster.launch import JobFolder, SlurmJob
+    from cluster.config import ConfigError
+    from cluster.launch import JobFolder, LaunchConfigError, SlurmClient, SlurmJob
 
 __all__ = ["slurm_app"]
 
@@ -35,11 +37,14 @@ def submit(
 
     Exit status 2 with every error at once when the job cannot run.
     """
-    loaded = load(config, set_ or ())
-
     from cluster.config import ConfigError, ConfigProblem
     from cluster.launch import SlurmClient, submit_job
 
+    client = SlurmClient()
+    try:
+        loaded = load(config, set_ or ())
+    except ConfigError as error:
+        raise _refused(error, config, set_ or (), client) from None
     problems: tuple[ConfigProblem, ...] = ()
     try:
         # a job's model may exist only where it runs: inside the container, or on the nodes
@@ -49,7 +54,7 @@ def submit(
     submission = submit_job(
         loaded,
         name=config.stem if config is not None else "kvferry",
-        client=SlurmClient(),
+        client=client,
         dry_run=dry_run,
         on_nodes=preflight,
         more_problems=problems,
@@ -65,6 +70,17 @@ def submit(
         return
     print(f"job {submission.job_id}")
     print(f"folder {submission.folder}")
+
+
+def _refused(error: ConfigError, config: Path | None, sets: Sequence[str], client: SlurmClient) -> LaunchConfigError:
+    """The schema's errors, and with them all that the refused values show of the job's others."""
+    import os
+
+    from cluster.config.loader import raw_values
+    from cluster.launch import LaunchConfigError
+    from cluster.launch.raw_check import check_raw
+
+    return LaunchConfigError([*error.problems, *check_raw(raw_values(config, sets, os.environ), client)])
 
 
 @slurm_app.command()

@@ -20,7 +20,7 @@ from cluster.config.merge import canonical_keys, deep_merge
 from cluster.config.overrides import Overrides, from_environment, from_sets
 from cluster.config.yaml_source import YamlSource, read_yaml
 
-__all__ = ["load_config"]
+__all__ = ["load_config", "raw_values"]
 
 
 def load_config(
@@ -57,6 +57,20 @@ def load_config(
         if not problems:
             return config
     raise ConfigError(problems)
+
+
+def raw_values(path: Path | None, sets: Iterable[str] = (), env: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """What file, environment and `--set` say together, unchecked: for a look at what `load_config` refused.
+
+    What cannot be read is left out; nothing is raised for it.
+    """
+    file = YamlSource("") if path is None else read_yaml(path)
+    scalars = [name for name in ClusterConfig.model_fields if model_at(ClusterConfig, (name,)) is None]
+    environment = from_environment(env or {}, ClusterConfig.model_fields, scalars)
+    merged: dict[str, Any] = {}
+    for layer in (file.values, environment.values, from_sets(sets).values):
+        merged = deep_merge(merged, canonical_keys(layer))
+    return merged
 
 
 def _take_flat_policy(merged: dict[str, Any], where: Callable[[str], str]) -> list[ConfigProblem]:

@@ -11,7 +11,7 @@ import re
 import shlex
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,15 @@ from cluster.launch.errors import SlurmCommandError
 from cluster.launch.sbatch_script import job_python
 from cluster.launch.slurm_client import Partition, SlurmClient
 
-__all__ = ["check_before_submit", "check_on_nodes", "log_dir_of"]
+__all__ = [
+    "check_before_submit",
+    "check_on_nodes",
+    "folder_problems",
+    "log_dir_of",
+    "no_partition",
+    "placeholder_problems",
+    "slurm_problems",
+]
 
 _NOT_IN_LOGS = re.compile(r"[%\\\x00-\x1f]")  # patterns and line ends to sbatch --output; spaces and quotes are fine
 _PLACEHOLDER = re.compile(r"<[A-Za-z_][^<>]*>")
@@ -37,25 +45,32 @@ def check_before_submit(
     config: ClusterConfig, slurm: SlurmConfig, allocation: Allocation, client: SlurmClient
 ) -> tuple[list[ConfigProblem], Partition | None]:
     """Problems of the configuration on this machine and in this Slurm, and the partition if it exists."""
-    problems = list(_placeholders(config.model_dump(mode="json", exclude_none=True)))
-    problems += _folders(slurm)
+    problems = list(placeholder_problems(config.model_dump(mode="json", exclude_none=True)))
+    problems += folder_problems(slurm)
     problems += _ports(config, slurm)
-    partition: Partition | None = None
-    missing = client.missing_commands()
-    if missing:
-        names = ", ".join(missing)
-        problems.append(
-            ConfigProblem("slurm", f"commands of Slurm are missing: {names}", "submit from a login node of the cluster")
-        )
-    else:
-        try:
-            partitions = client.partitions()
-        except SlurmCommandError as error:
-            problems.append(ConfigProblem("slurm", str(error), "check that Slurm answers: sinfo"))
-        else:
-            partition = partitions.get(slurm.partition)
-            problems += _partition(slurm, allocation, partition, sorted(partitions))
+    partitions, found = slurm_problems(client)
+    problems += found
+    partition = partitions.get(slurm.partition) if partitions is not None else None
+    if partitions is not None:
+        problems += _partition(slurm, allocation, partition, sorted(partitions))
     return problems, partition
+
+
+def slurm_problems(client: SlurmClient) -> tuple[dict[str, Partition] | None, list[ConfigProblem]]:
+    """The partitions by name, or None with the reason why this Slurm cannot be asked."""
+    if missing := client.missing_commands():
+        cause = f"commands of Slurm are missing: {', '.join(missing)}"
+        return None, [ConfigProblem("slurm", cause, "submit from a login node of the cluster")]
+    try:
+        return client.partitions(), []
+    except SlurmCommandError as error:
+        return None, [ConfigProblem("slurm", str(error), "check that Slurm answers: sinfo")]
+
+
+def no_partition(name: str, known: Iterable[str]) -> ConfigProblem:
+    """The problem of a partition that this Slurm does not have."""
+    remedy = f"write one of: {', '.join(sorted(known))}"
+    return ConfigProblem("slurm.partition", f"there is no partition {name!r}", remedy)
 
 
 def check_on_nodes(
@@ -83,18 +98,20 @@ def check_on_nodes(
     return problems
 
 
-def _placeholders(value: Any, path: str = "") -> Iterator[ConfigProblem]:
+def placeholder_problems(value: Any, path: str = "") -> Iterator[ConfigProblem]:
+    """Every `<word>` that is left in a tree of plain values."""
     if isinstance(value, dict):
         for key, item in value.items():
-            yield from _placeholders(item, f"{path}.{key}" if path else str(key))
+            yield from placeholder_problems(item, f"{path}.{key}" if path else str(key))
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
-            yield from _placeholders(item, f"{path}.{index}")
+            yield from placeholder_problems(item, f"{path}.{index}")
     elif isinstance(value, str) and (found := _PLACEHOLDER.search(value)):
         yield ConfigProblem(path, f"the placeholder {found.group()} is still there", "write the value of your cluster")
 
 
-def _folders(slurm: SlurmConfig) -> Iterator[ConfigProblem]:
+def folder_problems(slurm: SlurmConfig) -> Iterator[ConfigProblem]:
+    """What is wrong with `work_dir`, `log_dir` and `venv` on this machine."""
     work_is_there = True
     for problem in _work_dir(Path(slurm.work_dir)):
         work_is_there = False
@@ -163,9 +180,7 @@ def _partition(
     slurm: SlurmConfig, allocation: Allocation, partition: Partition | None, known: list[str]
 ) -> Iterator[ConfigProblem]:
     if partition is None:
-        yield ConfigProblem(
-            "slurm.partition", f"there is no partition {slurm.partition!r}", f"write one of: {', '.join(known)}"
-        )
+        yield no_partition(slurm.partition, known)
         return
     if allocation.num_nodes > partition.nodes:
         yield ConfigProblem(
