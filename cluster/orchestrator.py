@@ -20,13 +20,12 @@ import numpy as np
 from cluster.errors import (
     ClusterError,
     EngineFailedError,
-    InvalidRequestError,
     NotReadyError,
-    PromptTooLongError,
     QueueFullError,
     TransferFailedError,
     WorkerLostError,
 )
+from cluster.fitting import fitted
 from cluster.fleet import Fleet
 from cluster.request import EngineRequest, FinishReason
 from cluster.routing import Router, RouteRequest
@@ -103,7 +102,7 @@ class Orchestrator:
                 f"{self.in_flight} requests are in flight, which is the limit; try again later, or raise "
                 "server.max_queued_requests"
             )
-        request = self._checked(request)
+        request = fitted(request, [handle.info for handle in self.fleet.handles if handle.info is not None])
         stream = ServeStream(request, self.metrics.inter_token.observe)
         task = asyncio.create_task(self._serve(request, stream))
         stream.attach(task)
@@ -360,31 +359,6 @@ class Orchestrator:
             return False
         cached = await generation.probe(request.prompt_ids[:-1], request.cache_salt)
         return cached > 0 and len(request.prompt_ids) - cached <= limit
-
-    def _checked(self, request: ServeRequest) -> ServeRequest:
-        """The request with max_tokens cut to what fits. Raises when the prompt itself cannot."""
-        prompt_tokens = len(request.prompt_ids)
-        if prompt_tokens == 0:
-            raise InvalidRequestError("the prompt is empty: send at least one token", param="prompt")
-        infos = [handle.info for handle in self.fleet.handles if handle.info is not None]
-        max_seq_len = min((info.max_seq_len for info in infos), default=prompt_tokens + 1)
-        capacity = min((info.capacity_tokens for info in infos), default=prompt_tokens + 1)
-        if prompt_tokens >= max_seq_len:
-            raise PromptTooLongError(
-                f"the prompt has {prompt_tokens} tokens, but this server takes at most {max_seq_len - 1} "
-                f"(engine.max_seq_len is {max_seq_len}, one token is left for the answer): shorten the prompt",
-                param="prompt",
-            )
-        if prompt_tokens >= capacity:
-            raise PromptTooLongError(
-                f"the prompt has {prompt_tokens} tokens, but the KV pool can hold only {capacity}: shorten the prompt "
-                "or raise kv_cache_config.max_tokens",
-                param="prompt",
-            )
-        room = min(max_seq_len, capacity) - prompt_tokens
-        if request.sampling.max_tokens > room:
-            request = replace(request, sampling=replace(request.sampling, max_tokens=room))
-        return request
 
     # --- operations ---
 

@@ -20,6 +20,7 @@ from cluster.serve_metrics import ServeMetrics
 from cluster.serve_request import TurnRecord
 from cluster.worker import TurnHandoff
 from cluster.worker_handle import WorkerHandle
+from transceiver import TransferStatus
 
 __all__ = ["Turns"]
 
@@ -100,6 +101,8 @@ class Turns:
         try:
             result = await context.close_turn(turn)
             moved = result.transfer
+            if moved is None or moved.status is not TransferStatus.DONE:
+                await _let_go(generation, turn)  # a receiver that ended before it asked never told the holder
             record = replace(record, endpoint_tokens=result.endpoint_tokens)
             if moved is not None:
                 record = replace(
@@ -128,7 +131,7 @@ class Turns:
 
 async def _let_go(generation: WorkerHandle | None, turn: TurnHandoff) -> None:
     """The turn's grant will not be used."""
-    if generation is not None:
+    if generation is not None and turn.ticket is not None:
         with contextlib.suppress(ClusterError):
             await generation.release(turn.request_id)
 

@@ -49,10 +49,6 @@ class HolderSide:
         return sign(self._ctx.secret, b"kvferry-grant", self._boot, transfer_id.encode(), conversation, scope)
 
     @property
-    def open_count(self) -> int:
-        return len(self._open)
-
-    @property
     def parked_count(self) -> int:
         return sum(map(len, self._parked.values()))
 
