@@ -23,6 +23,7 @@ from cluster.request import SamplingParams
 from cluster.serve_request import ServeRequest, TurnRecord
 from cluster.serve_stream import ServeStream
 from cluster.worker_plan import make_orchestrator, plan_workers
+from tests.integration.cluster.quiet import quiet
 from transceiver.testing import Fault, FaultInjector, FaultKind
 
 BLOCK = 16
@@ -75,14 +76,6 @@ def expected() -> tuple[list[int], list[int]]:
     return asyncio.run(run())
 
 
-async def quiet(orchestrator: Orchestrator) -> None:
-    async with asyncio.timeout(4 * TIMEOUT_S):
-        while any(s.open_grants or s.cache.open_sequences or s.cache.peer_pins for s in await orchestrator.stats()):
-            await asyncio.sleep(0.01)
-    for handle in orchestrator.fleet.handles:
-        await handle.check_integrity()
-
-
 DISTURBANCES = [
     pytest.param(worker, Fault(kind, step, seconds=0.2), id=f"{worker}-{kind}-{step or 'any'}")
     for worker in ("context-0", "generation-0")
@@ -116,7 +109,7 @@ async def test_one_fault_never_gives_a_wrong_token_and_never_stops_the_cluster(
         faults.clear()
         again, _ = await ask(orchestrator, continued(expected[0]))
         assert again.token_ids == expected[1]
-        await quiet(orchestrator)
+        await quiet(orchestrator, 4 * TIMEOUT_S)
 
 
 async def test_damaged_blocks_of_a_hand_off_are_computed_again_and_counted(expected: tuple[list[int], list[int]]):
@@ -129,7 +122,7 @@ async def test_damaged_blocks_of_a_hand_off_are_computed_again_and_counted(expec
         stats = {s.info.worker_id: s for s in await orchestrator.stats()}
         assert stats["generation-0"].repaired_blocks >= 1
         assert stats["generation-0"].transceiver.digest_mismatches >= 1
-        await quiet(orchestrator)
+        await quiet(orchestrator, 4 * TIMEOUT_S)
 
 
 async def test_damaged_blocks_of_a_back_flow_are_not_published(expected: tuple[list[int], list[int]]):
@@ -141,7 +134,7 @@ async def test_damaged_blocks_of_a_back_flow_are_not_published(expected: tuple[l
         second, record = await ask(orchestrator, continued(first.token_ids))
         assert second.token_ids == expected[1]
         assert record.usage.recomputed_tokens > len(NEXT_USER) + 1
-        await quiet(orchestrator)
+        await quiet(orchestrator, 4 * TIMEOUT_S)
 
 
 async def test_workers_with_different_secrets_refuse_each_other_and_say_so():
@@ -156,6 +149,6 @@ async def test_workers_with_different_secrets_refuse_each_other_and_say_so():
     try:
         with pytest.raises(ClusterError, match="secret"):
             await ask(orchestrator, PROMPT)
-        await quiet(orchestrator)
+        await quiet(orchestrator, 4 * TIMEOUT_S)
     finally:
         await orchestrator.close()

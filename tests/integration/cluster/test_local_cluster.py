@@ -19,6 +19,7 @@ from cluster.orchestrator import Orchestrator
 from cluster.request import FinishReason, SamplingParams
 from cluster.serve_request import ServeRequest, TurnRecord
 from cluster.serve_stream import ServeStream
+from tests.integration.cluster.quiet import quiet
 
 BLOCK = 16
 _ids = itertools.count()
@@ -65,15 +66,6 @@ async def ask(
     return stream, record
 
 
-async def books_balance(orchestrator: Orchestrator) -> None:
-    """No page leaked: integrity holds everywhere and nothing is held once all is quiet."""
-    async with asyncio.timeout(10):
-        while any(s.open_grants or s.cache.open_sequences or s.cache.peer_pins for s in await orchestrator.stats()):
-            await asyncio.sleep(0.01)
-    for handle in orchestrator.fleet.handles:
-        await handle.check_integrity()
-
-
 async def reference_answers(turns: Sequence[tuple[np.ndarray, dict[str, object]]]) -> list[list[int]]:
     """The same prompts on an aggregated worker that reuses nothing."""
     plain = config(kv_cache_config={"tokens_per_block": BLOCK, "max_tokens": 8192, "enable_block_reuse": False})
@@ -114,7 +106,7 @@ async def test_five_turns_then_a_rewind_are_equal_to_an_aggregated_run_and_compu
         asked.append((branch, {}))
         got.append(stream.token_ids)
         assert record.usage.recomputed_tokens == 9  # the last token of turn 2 has KV too: turn 3 went on from it
-        await books_balance(orchestrator)
+        await quiet(orchestrator, 10)
     assert got == await reference_answers(asked)
 
 
@@ -125,7 +117,7 @@ async def test_sampled_answers_do_not_depend_on_where_they_were_computed():
         first, _ = await ask(orchestrator, tokens, **how)
         again, record = await ask(orchestrator, tokens, conversation="d", **how)
         assert record.usage.recomputed_tokens == 1  # the last prompt token is always computed
-        await books_balance(orchestrator)
+        await quiet(orchestrator, 10)
     assert first.token_ids == again.token_ids == (await reference_answers([(tokens, how)]))[0]
 
 
@@ -150,7 +142,7 @@ async def test_many_conversations_at_once_with_small_pools_all_get_their_answers
         again = await asyncio.gather(
             *(ask(orchestrator, tokens, conversation=f"c{i}") for i, tokens in enumerate(prompts))
         )
-        await books_balance(orchestrator)
+        await quiet(orchestrator, 10)
     expected = await reference_answers([(tokens, {}) for tokens in prompts])
     assert [stream.token_ids for stream, _ in results] == expected
     assert [stream.token_ids for stream, _ in again] == expected
@@ -179,7 +171,7 @@ async def test_an_answer_of_one_token_never_reaches_the_generation_side():
         stream, record = await ask(orchestrator, prompt(20), max_tokens=1)
         assert len(stream.token_ids) == 1 and stream.finish_reason is FinishReason.LENGTH
         assert record.usage.gen_worker is None and record.backflow == "off"
-        await books_balance(orchestrator)
+        await quiet(orchestrator, 10)
 
 
 async def test_stop_ends_the_answer_and_keeps_the_turn():
@@ -197,7 +189,7 @@ async def test_stop_ends_the_answer_and_keeps_the_turn():
         assert record is not None and record.backflow == "done"
         _, record = await ask(orchestrator, extend(tokens, stream.token_ids, prompt(6, 5)))
         assert record.usage.recomputed_tokens == 6 + 1
-        await books_balance(orchestrator)
+        await quiet(orchestrator, 10)
 
 
 @pytest.mark.parametrize("when", ["at once", "after tokens"])
@@ -211,7 +203,7 @@ async def test_cancel_gives_everything_back(when: str):
                     break
         await stream.cancel()
         assert stream.finish_reason is FinishReason.CANCELLED
-        await books_balance(orchestrator)
+        await quiet(orchestrator, 10)
         stream, _ = await ask(orchestrator, prompt(30))
         assert len(stream.token_ids) == 20
 
@@ -230,7 +222,7 @@ async def test_prompts_that_cannot_fit_are_refused_and_max_tokens_is_cut():
             await ask(orchestrator, prompt(4 * BLOCK))
         stream, _ = await ask(orchestrator, prompt(3 * BLOCK), max_tokens=BLOCK)
         assert len(stream.token_ids) == BLOCK
-        await books_balance(orchestrator)
+        await quiet(orchestrator, 10)
 
 
 async def test_the_queue_is_bounded():
@@ -262,4 +254,4 @@ async def test_back_flow_off_computes_the_answer_again_and_says_so():
         assert record.backflow == "off" and record.gen_to_ctx_bytes == 0
         _, record = await ask(orchestrator, extend(tokens, stream.token_ids, prompt(5, 3)))
         assert record.usage.recomputed_tokens == 25
-        await books_balance(orchestrator)
+        await quiet(orchestrator, 10)

@@ -22,6 +22,7 @@ from cluster.serve_request import ServeRequest
 from cluster.serve_stream import ServeStream
 from cluster.worker_handle import WorkerState
 from cluster.worker_plan import make_orchestrator, plan_workers
+from tests.integration.cluster.quiet import quiet
 from transceiver.testing import Fault, FaultInjector, FaultKind
 
 BLOCK = 16
@@ -61,15 +62,6 @@ async def finish(stream: ServeStream) -> list[int]:
 
 async def ask(orchestrator: Orchestrator, tokens: np.ndarray, **how: Any) -> list[int]:
     return await finish(await begin(orchestrator, tokens, **how))
-
-
-async def quiet(orchestrator: Orchestrator, timeout_s: float = 4.0) -> None:
-    """Well before any lease ends, nothing is held."""
-    async with asyncio.timeout(timeout_s):
-        while any(s.open_grants or s.cache.open_sequences or s.cache.peer_pins for s in await orchestrator.stats()):
-            await asyncio.sleep(0.01)
-    for handle in orchestrator.fleet.handles:
-        await handle.check_integrity()
 
 
 class ScriptedChannel(LocalChannel):
