@@ -116,7 +116,7 @@ def plan_drop(tree: RadixTree, node: RadixNode, offset: int, prompt_end: int = 0
         return None
     earlier = _pages_at(tree, endpoint, prompt_end) if 0 < prompt_end < end else []
     pages = {planned.page_key: planned for planned in (*required, *earlier) if planned is not None}
-    return DropHandle(tree, retain(node, offset), tuple(pages.values()))
+    return DropHandle(tree, retain(tree, node, offset), tuple(pages.values()))
 
 
 def _pages_at(tree: RadixTree, endpoint: Anchor, end: int) -> list[PlannedPage | None]:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from kvcache.block_keys import chain_keys
 from kvcache.radix_node import RadixNode
-from kvcache.radix_path import key_before
+from kvcache.radix_path import key_before, path
 
 if TYPE_CHECKING:
     from kvcache.manager import KvCacheManager
@@ -38,6 +38,8 @@ def _tree_fault(manager: KvCacheManager) -> str | None:
             if node.parent.children.get(node.key(block)) is not node:
                 return "a run is filed under another key than its tokens"
             superseded += node.num_blocks(block) if node.superseded else 0
+            if node.parent.superseded and not node.superseded:
+                return "a superseded run has one below that is not"
         if node.children and node.length % block:
             return "a run with a partial last block has children"
         if sorted(node.children) != node.keys:
@@ -117,6 +119,8 @@ def _plan_fault(manager: KvCacheManager) -> str | None:
                 return "a used drop handle is in the ledger"
             if handle.endpoint not in handle.endpoint.node.endpoints:
                 return "a retained turn's endpoint is not in the tree"
+            if any(node.superseded for node in path(handle.endpoint.node)):
+                return "a run on a retained turn's path is marked superseded"
             for planned in handle.pages:
                 page = manager.pools[planned.group].planned_page_now(planned.page, planned.generation)
                 if page >= 0:

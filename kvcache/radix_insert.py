@@ -34,8 +34,7 @@ def insert(
     `origins` says from which block of `tokens` on which provenance holds.
     """
     node, offset = _Insertion(tree, len(tokens), origins).run(node, offset, tokens, rows)
-    revive(tree, node)
-    return node, offset
+    return revive(tree, node, offset)
 
 
 class _Insertion:

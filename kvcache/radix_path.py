@@ -5,12 +5,14 @@ Pure reading: nothing here changes a node. Called by the tree and by the files t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from kvcache.provenance import BlockProvenance
 from kvcache.radix_node import Anchor, RadixNode, Rows
 
-__all__ = ["block_provenance", "key_before", "locate", "path_rows", "scope_of"]
+__all__ = ["block_provenance", "key_before", "locate", "path", "path_rows", "scope_of"]
 
 
 def path_rows(node: RadixNode, offset: int, block: int) -> Rows:
@@ -22,6 +24,14 @@ def path_rows(node: RadixNode, offset: int, block: int) -> Rows:
         above = above.parent
     parts.reverse()
     return np.concatenate(parts, axis=1)
+
+
+def path(node: RadixNode) -> Iterator[RadixNode]:
+    """The run and those above it, the root last."""
+    above: RadixNode | None = node
+    while above is not None:
+        yield above
+        above = above.parent
 
 
 def locate(anchor: Anchor, ordinal: int, block: int) -> tuple[RadixNode, int] | None:

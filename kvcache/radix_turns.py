@@ -11,8 +11,11 @@ from kvcache.radix_tree import RadixTree
 __all__ = ["claim_anonymous", "forget_turn", "retain", "revive"]
 
 
-def retain(node: RadixNode, offset: int) -> Anchor:
-    """A retained turn ends here."""
+def retain(tree: RadixTree, node: RadixNode, offset: int) -> Anchor:
+    """A retained turn ends here; what a dropped one superseded meanwhile counts again. The anchor may stand in
+    another run than `node`.
+    """
+    node, offset = revive(tree, node, offset)
     anchor = Anchor(node, offset)
     node.endpoints.append(anchor)
     return anchor
@@ -23,13 +26,20 @@ def claim_anonymous(node: RadixNode, offset: int) -> None:
     node.anonymous = max(node.anonymous, offset)
 
 
-def revive(tree: RadixTree, node: RadixNode) -> None:
-    """A live request published through here: `node` is superseded no more, nor those above up to one that was not."""
-    above: RadixNode | None = node
+def revive(tree: RadixTree, node: RadixNode, offset: int) -> tuple[RadixNode, int]:
+    """A live request published up to here: none of these blocks is superseded any more, those behind stay so. Above
+    an older run that is not superseded none is, so only a new one's parent needs a look. Returns the place, which
+    stands in another run where `node` had to be split.
+    """
+    block = tree.shape.block
+    if node.superseded and (keep := -(-offset // block) * block) < node.length:
+        node = tree.split(node, keep)
+    above = node if node.superseded else node.parent
     while above is not None and above.superseded:
         above.superseded = False
-        tree.superseded_blocks -= above.num_blocks(tree.shape.block)
+        tree.superseded_blocks -= above.num_blocks(block)
         above = above.parent
+    return node, offset
 
 
 def forget_turn(tree: RadixTree, anchor: Anchor) -> None:

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from kvcache import DropHandleUsedError
+from kvcache import CorruptedCacheError, DropHandleUsedError
 
 
 def test_ledger_keeps_the_last_n(bench):
@@ -121,3 +121,51 @@ def test_two_conversations_on_one_prompt(bench):
     assert b.manager.stats().superseded_blocks == 0
     b.turn(range(200, 208), "b")
     assert b.manager.stats().superseded_blocks == 4
+
+
+def superseded_runs(b) -> list[tuple[int, int]]:
+    return sorted((n.start, n.end) for n in b.manager.tree.nodes() if n.superseded)
+
+
+def test_a_new_turn_behind_superseded_blocks_revives_those_above_it(bench):
+    b = bench(turns=1)
+    b.turn(range(16), "c")
+    b.turn(range(100, 108), "c")
+    assert superseded_runs(b) == [(0, 16)]
+    b.turn([*range(8), *range(50, 58)], "c")  # the blocks 0 and 1 are on a retained path again, 2 and 3 are not
+    assert superseded_runs(b) == [(0, 8), (8, 16)]
+    first = next(n for n in b.manager.tree.nodes() if n.start == 0 and n.superseded)
+    assert first.tokens().tolist() == list(range(100, 108))
+
+
+def test_a_turn_that_ends_inside_superseded_blocks_revives_only_its_own(bench):
+    b = bench(turns=1)
+    b.turn(range(24), "c")
+    b.turn(range(100, 108), "c")
+    b.turn(range(13), "c")  # nothing new is published: its four blocks are retained, those behind stay superseded
+    assert superseded_runs(b) == [(0, 8), (16, 24)]
+    assert b.manager.stats().superseded_blocks == 4
+    assert b.probe([*range(24), 999]) == 24
+
+
+def test_a_turn_whose_blocks_were_superseded_since_its_prompt_is_retained_all_the_same(bench):
+    b = bench(turns=1)
+    b.turn(range(16), "c")
+    other = b.start(range(16), "d")
+    b.compute(other, [15], end=True)
+    b.turn(range(100, 108), "c")
+    assert superseded_runs(b) == [(0, 16)]
+    other.end_turn()
+    other.close()
+    b.manager.check_integrity()
+    assert superseded_runs(b) == []
+
+
+def test_superseded_marks_are_part_of_the_integrity_check(bench):
+    b = bench(turns=1)
+    b.turn(range(16), "c")
+    (run,) = (n for n in b.manager.tree.nodes() if n.parent is not None)
+    run.superseded, b.manager.tree.superseded_blocks = True, 4
+    with pytest.raises(CorruptedCacheError, match="retained turn's path"):
+        b.manager.check_integrity()
+    run.superseded, b.manager.tree.superseded_blocks, b.manager.poison_reason = False, 0, None
