@@ -1,17 +1,17 @@
-"""Two cache managers and two transceivers under random transfers, cancels and faults: nothing leaks, no byte is wrong.
-
-A longer run: ``KVFERRY_FAULT_STEPS=500000 pytest tests/property/transceiver/test_random_faults.py``.
+"""Two cache managers and two transceivers under random transfers, cancels, faults and deaths: nothing leaks, no byte is
+wrong. A longer run over a range of seeds: ``python -m tests.property.transceiver.fault_walk``.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
+from collections import Counter
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
 from kvcache.errors import OutOfPagesError
 from tests.integration.transceiver.cached_side import CachedSide, Fetch, prompt_of
@@ -31,7 +31,11 @@ CONFIG = CacheTransceiverConfig(
 )
 MESSAGES = ("Hello", "Challenge", "Proof", "Welcome", "PullRequest", "Grant", "Digests", "get", "Ack", "")
 SURVIVABLE = tuple(kind for kind in FaultKind if kind not in (FaultKind.KILL, FaultKind.STALL))
+PROMPTS = st.integers(0, 15)  # more than a pool holds, so that blocks are evicted
+TIMES = st.sampled_from((0.02, 0.15))
 _numbers = itertools.count()
+#: What the walks of this process did: steps, faults that fired, deaths, transfers by status.
+TALLY: Counter[str] = Counter()
 
 
 class RandomFaults(RuleBasedStateMachine):
@@ -48,19 +52,24 @@ class RandomFaults(RuleBasedStateMachine):
         self.open_grants: list[Publication] = []
         self.open_fetches: list[tuple[int, Fetch]] = []
 
-    @rule(target=grants, side=st.integers(0, 1), prompt=st.integers(0, 7), lease=st.sampled_from((0.02, 0.15)))
+    @rule(target=grants, side=st.integers(0, 1), prompt=PROMPTS, lease=TIMES)
     def offer(self, side: int, prompt: int, lease: float) -> tuple[int, int, Publication]:
+        return side, prompt, self.publish(side, prompt, lease)
+
+    def publish(self, side: int, prompt: int, lease: float) -> Publication:
         try:
             grant = self.sides[side].offer(f"t{next(self.names)}", prompt_of(prompt), lease)
         except OutOfPagesError:
             self.settle()  # everything is pinned: let it end, then there is room
             grant = self.sides[side].offer(f"t{next(self.names)}", prompt_of(prompt), lease)
         self.open_grants.append(grant)
-        return side, prompt, grant
+        return grant
 
-    @rule(target=fetches, grant=grants, timeout=st.sampled_from((0.02, 0.15)))
+    @rule(target=fetches, grant=grants, timeout=TIMES)
     def fetch(self, grant: tuple[int, int, Publication], timeout: float) -> tuple[int, Fetch]:
-        side, prompt, publication = grant
+        return self.begin(*grant, timeout)
+
+    def begin(self, side: int, prompt: int, publication: Publication, timeout: float) -> tuple[int, Fetch]:
         receiver = self.sides[1 - side]
         try:
             fetch = receiver.fetch(publication.ticket, prompt_of(prompt), timeout)
@@ -74,7 +83,10 @@ class RandomFaults(RuleBasedStateMachine):
     def finish(self, fetch: tuple[int, Fetch]) -> None:
         if fetch in self.open_fetches:
             self.open_fetches.remove(fetch)
-            self.sides[fetch[0]].finish(fetch[1], 10)
+            self.end(fetch)
+
+    def end(self, fetch: tuple[int, Fetch]) -> None:
+        TALLY[self.sides[fetch[0]].finish(fetch[1], 10).value] += 1
 
     @rule(grant=grants)
     def cancel_grant(self, grant: tuple[int, int, Publication]) -> None:
@@ -92,6 +104,10 @@ class RandomFaults(RuleBasedStateMachine):
 
     @rule(side=st.integers(0, 1))
     def heal(self, side: int) -> None:
+        self.clear_faults(side)
+
+    def clear_faults(self, side: int) -> None:
+        TALLY["faults"] += self.sides[side].faults.fired
         self.sides[side].faults.clear()
 
     @rule(side=st.integers(0, 1), stall=st.booleans())
@@ -107,8 +123,33 @@ class RandomFaults(RuleBasedStateMachine):
             with self.sides[side].lock:
                 self.sides[side].manager.clear()
 
+    @rule(
+        side=st.integers(0, 1), prompt=PROMPTS, kind=st.sampled_from(SURVIVABLE), step=st.sampled_from(MESSAGES),
+        skip=st.integers(0, 1), here=st.booleans(), timeout=TIMES,
+    )  # fmt: skip
+    def hand_off_with_a_fault(
+        self, side: int, prompt: int, kind: FaultKind, step: str, skip: int, here: bool, timeout: float
+    ) -> None:
+        """A fault and, at once, a transfer that may meet it; all of it stays open."""
+        self.sides[side if here else 1 - side].faults.add(Fault(kind, step, skip=skip, seconds=0.01))
+        self.begin(side, prompt, self.publish(side, prompt, 0.15), timeout)
+
+    @precondition(lambda self: self.open_fetches)
+    @rule(side=st.integers(0, 1), chance=st.integers(0, 7))
+    def die_and_restart(self, side: int, chance: int) -> None:
+        """The process vanishes without a word; another one takes its place with the pools as they were."""
+        if chance:
+            return
+        victim = self.sides[side]
+        transport = victim.transceiver._transport
+        assert isinstance(transport, InprocTransport)
+        victim.transceiver._ctx.post(transport.kill)
+        victim.replace()
+        TALLY["deaths"] += 1
+
     @invariant()
     def pools_are_whole(self) -> None:
+        TALLY["steps"] += 1
         for side in self.sides:
             with side.lock:
                 side.manager.check_integrity()
@@ -119,8 +160,7 @@ class RandomFaults(RuleBasedStateMachine):
             assert isinstance(transport, InprocTransport)
             transport.resume()
         while self.open_fetches:
-            side_index, fetch = self.open_fetches.pop()
-            self.sides[side_index].finish(fetch, 10)
+            self.end(self.open_fetches.pop())
         while self.open_grants:
             self.open_grants.pop().future.result(10)
 
@@ -130,8 +170,8 @@ class RandomFaults(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         try:
-            for side in self.sides:
-                side.faults.clear()
+            for index in range(2):
+                self.clear_faults(index)
             self.settle()
             for side in self.sides:
                 assert eventually(side.at_rest), "something is left open"
@@ -142,13 +182,19 @@ class RandomFaults(RuleBasedStateMachine):
                 side.close()
 
 
+def walk_settings(steps: int) -> settings:
+    """So many examples that they take `steps` steps together."""
+    return settings(
+        max_examples=max(1, steps // STEPS_PER_EXAMPLE),
+        stateful_step_count=STEPS_PER_EXAMPLE,
+        deadline=None,
+        database=None,  # threads: an example does not fail again for certain, and shrinking would chase timing
+        phases=(Phase.explicit, Phase.generate),
+        suppress_health_check=list(HealthCheck),
+        print_blob=True,
+    )
+
+
 TestRandomFaults = RandomFaults.TestCase
-TestRandomFaults.settings = settings(
-    max_examples=max(1, TOTAL_STEPS // STEPS_PER_EXAMPLE),
-    stateful_step_count=STEPS_PER_EXAMPLE,
-    deadline=None,
-    phases=(Phase.explicit, Phase.reuse, Phase.generate),  # threads: shrinking would chase timing
-    suppress_health_check=list(HealthCheck),
-    print_blob=True,
-)
+TestRandomFaults.settings = walk_settings(TOTAL_STEPS)
 TestRandomFaults = pytest.mark.timeout(0)(TestRandomFaults)
