@@ -1,6 +1,8 @@
-"""Many seeds of the random-fault machine.
+"""Many seeds of the random-fault machine; 500,000 steps are
 
-``python -m tests.property.transceiver.fault_walk --seeds 0-99 --steps 5000 --jobs 4`` takes 500,000 steps. Each seed is a process of its own; a line per seed says what was done, the last line adds up. Exit code 1 when a seed
+    python -m tests.property.transceiver.fault_walk --seeds 0-99 --steps 5000 --jobs 4
+
+Each seed is a process of its own; a line per seed says what was done, the last line adds up. Exit code 1 when a seed
 failed: its output is printed, and ``--seeds N-N`` runs it again.
 """
 
