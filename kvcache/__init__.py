@@ -28,8 +28,9 @@ from kvcache.page_pin import PagePin
 from kvcache.provenance import BlockOrigin, BlockProvenance, Provenance
 from kvcache.reuse_scope import ReuseScope
 from kvcache.sequence_cache import SequenceCache
-from kvcache.stats import CacheStats, PoolStats
+from kvcache.stats import CacheStats, PoolStats, TierStats
 from kvcache.storage import BytesPageStorage, MemoryRegion, PageStorage, TorchPageStorage
+from kvcache.totals import CacheTotals, LifeCycleTotals, TierTotals
 
 __all__ = [
     "BlockOrigin",
@@ -38,6 +39,7 @@ __all__ = [
     "BlockTable",
     "BytesPageStorage",
     "CacheStats",
+    "CacheTotals",
     "ClosedSequenceError",
     "CorruptedCacheError",
     "DropHandleUsedError",
@@ -52,6 +54,7 @@ __all__ = [
     "KvLayout",
     "LayerGroup",
     "LifeCycleKind",
+    "LifeCycleTotals",
     "MemoryRegion",
     "NeverFitsError",
     "OutOfPagesError",
@@ -67,6 +70,8 @@ __all__ = [
     "StoredBlock",
     "SuspendedSequenceError",
     "Tier",
+    "TierStats",
+    "TierTotals",
     "TorchPageStorage",
     "TurnEndedError",
     "UnknownLifeCycleError",

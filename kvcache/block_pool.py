@@ -17,7 +17,9 @@ Pages = NDArray[np.int32]
 
 
 class BlockPool:
-    """Bookkeeping of `num_pages` pages. `generations` is the storage's array: raised each time a page is given out."""
+    """Bookkeeping of `num_pages` pages. `generations` is the storage's array: raised each time a page is given out.
+    `least_unused` is the fewest unused pages there have been.
+    """
 
     def __init__(self, num_pages: int, generations: NDArray[np.uint64]) -> None:
         self.num_pages = num_pages
@@ -30,6 +32,7 @@ class BlockPool:
         self.anonymous = np.zeros(num_pages, dtype=np.bool_)
         self.coverage = np.zeros(num_pages, dtype=np.int32)
         self.tree_pages = 0
+        self.least_unused = num_pages
         self.reserved = 0
         self._moved_plans: dict[tuple[int, int], tuple[int, int, int]] = {}
 
@@ -62,6 +65,8 @@ class BlockPool:
             raise OutOfPagesError(f"{count} pages wanted and {self.free_pages} free: wait for a sequence to close")
         pages = self._stack[self._top - count : self._top][::-1].copy()
         self._top -= count
+        if self._top < self.least_unused:
+            self.least_unused = self._top
         self.generations[pages] += np.uint64(1)
         self.refs[pages] = 1
         return pages

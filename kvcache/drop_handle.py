@@ -74,8 +74,8 @@ class DropHandle:
             node = self._take_out(planned, page)
             if node is not None:
                 freed += 1
+                self._tree.evictions.dropped_turn_pages[planned.group] += 1
                 touched.append((node, planned.group))
-        self._tree.evictions.dropped_turn_pages += freed
         forget_turn(self._tree, self.endpoint)
         for node, group in touched:
             if node.alive:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from kvcache.block_pool import BlockPool
 from kvcache.config import EvictionPolicyName, KvCacheConfig, ReusePolicy
 from kvcache.conversation_manager import ConversationManager
+from kvcache.counters import CacheCounters
 from kvcache.errors import (
     CorruptedCacheError,
     InvalidSizeError,
@@ -41,10 +42,11 @@ from kvcache.radix_path import block_provenance
 from kvcache.radix_tree import RadixTree
 from kvcache.reuse_scope import ReuseScope
 from kvcache.sequence_cache import SequenceCache
-from kvcache.stats import CacheCounters, CacheStats, collect_stats
+from kvcache.stats import CacheStats, collect_stats
 from kvcache.storage.page_storage import PageStorage
 from kvcache.tiers import DiskTier, HostTier, LowerTiers
 from kvcache.token_ids import check_signs, checked_tokens
+from kvcache.totals import CacheTotals, collect_totals
 
 __all__ = ["KvCacheManager"]
 
@@ -88,6 +90,7 @@ class KvCacheManager:
             self.events.add(EventKind.CREATED, pages=tuple(pool.num_pages for pool in self.pools))
         self.tiers = self._make_tiers(clock)
         self.counters = CacheCounters()
+        self._seen_totals: CacheTotals | None = None
         self.poison_reason: str | None = None
         self.ledger: ConversationManager | None = None
         if config.enable_block_reuse and self.policy is ReusePolicy.PER_CONVERSATION:
@@ -171,7 +174,6 @@ class KvCacheManager:
             sequence = SequenceCache(self, request_id, checked, digest, match, conversation, conversation_id)
             self._sequences[id(sequence)] = sequence
             self.tree.order.request_began(sequence.owner)
-            self._count(sequence)
             return sequence
 
     def end_conversation(self, conversation_id: str) -> bool:
@@ -223,6 +225,14 @@ class KvCacheManager:
         """Numbers of the moment; works on a poisoned manager too."""
         return collect_stats(self, len(self._sequences), self._pins)
 
+    def iteration_stats(self) -> CacheTotals:
+        """What happened since the previous call (the first time: since the start). For one reader, at its own pace;
+        works on a poisoned manager too.
+        """
+        now = collect_totals(self)
+        before, self._seen_totals = self._seen_totals, now
+        return now if before is None else now.since(before)
+
     # for the sequences and pins of this package
 
     @contextmanager
@@ -272,6 +282,11 @@ class KvCacheManager:
             lack = self.pools[group].lacking(count) if count else 0
             if lack > 0 and evict(self.tree, group, lack) < lack:
                 raise OutOfPagesError(f"life cycle {group}: eviction freed too little, try again later")
+
+    def copy_page(self, source: int, target: int, group: int) -> None:
+        """Copy a page's content within the device, and count it."""
+        self.storage.copy_page(source, target, group)
+        self.counters.copied_pages[group] += 1
 
     def try_reserve(self, need: dict[int, int]) -> bool:
         """`reserve` that says no instead of raising."""
@@ -356,16 +371,6 @@ class KvCacheManager:
         if not self.config.enable_block_reuse or len(tokens) < 2:
             return None
         return self.tree.match(scope, tokens[:-1], self.config.enable_partial_reuse)
-
-    def _count(self, sequence: SequenceCache) -> None:
-        counters, block = self.counters, self.layout.tokens_per_block
-        counters.requests += 1
-        counters.prompt_tokens += sequence.prompt_tokens
-        counters.reused_tokens += sequence.num_reused_tokens
-        full, rest = divmod(sequence.num_reused_tokens, block)
-        counters.reused_full_blocks += full
-        counters.reused_partial_blocks += 1 if rest else 0
-        counters.missed_blocks += -(-sequence.prompt_tokens // block) - full - (1 if rest else 0)
 
     def _require_sound(self) -> None:
         if self.poison_reason is not None:

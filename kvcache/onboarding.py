@@ -49,6 +49,7 @@ def onboard(manager: KvCacheManager, tiers: LowerTiers, tokens: Tokens, scope: b
         default=len(keys),
     )
     taken: list[TierBlock] = []
+    sources = [tiers.tier_of(key) for key in keys]
     for key in keys[: max(0, room)]:
         one = tiers.take(key, scope)
         if one is None:
@@ -77,7 +78,8 @@ def onboard(manager: KvCacheManager, tiers: LowerTiers, tokens: Tokens, scope: b
         manager.pools[group].release(rows[row][rows[row] >= 0])
     for one in taken:
         _restore_states(manager, tiers, last, one)
-    tiers.onboarded += len(taken)
+    for one, source in zip(taken, sources, strict=False):
+        tiers.onboarded(one, source)
     tree.touch(last, last.owner)
     tree.windows.note(last)
     tree.unlock(lock)

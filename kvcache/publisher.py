@@ -180,7 +180,7 @@ def _snapshot(sequence: SequenceCache, node: RadixNode, end: int, last: bool) ->
             manager.counters.snapshots_skipped += 1
             continue
         pages = pool.allocate(1)
-        manager.storage.copy_page(sequence.state_pages[group], int(pages[0]), group)
+        manager.copy_page(sequence.state_pages[group], int(pages[0]), group)
         pool.enter_tree(pages)
         pool.release(pages)
         node.states[group, end] = int(pages[0])

@@ -49,6 +49,7 @@ def prune(tree: RadixTree, node: RadixNode, group: int) -> None:
     while node.parent is not None and node.alive and not node.children:
         keep = max(_useful_blocks(tree, node, group), node.num_blocks(block) - _spare_blocks(tree, node))
         parent = node.parent
+        tree.evictions.pruned += node.num_blocks(block) - keep
         tree.truncate(node, keep)
         if keep:
             tree.order.offer(node)
@@ -131,7 +132,7 @@ def _evict_windows(tree: RadixTree, group: int, wanted: int) -> int:
             held_back.append(node)
             continue
         freed += pool.unused_pages - before
-        tree.evictions.window_pages += pool.unused_pages - before
+        tree.evictions.window_pages[group] += pool.unused_pages - before
         tree.windows.push(node, group)
         prune(tree, node, group)
     for node in held_back:

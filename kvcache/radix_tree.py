@@ -12,13 +12,13 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from kvcache.block_pool import BlockPool
+from kvcache.counters import EvictionCounts
 from kvcache.events import EventKind, EventLog
 from kvcache.eviction.eviction_order import EvictionOrder
 from kvcache.radix_match import Match, TreeShape, walk
 from kvcache.radix_node import Anchor, RadixNode, Rows, Tokens
 from kvcache.radix_path import path_rows
 from kvcache.radix_windows import WindowQueues
-from kvcache.stats import EvictionCounts
 from kvcache.tiers import LowerTiers
 
 __all__ = ["RadixTree"]

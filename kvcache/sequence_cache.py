@@ -17,6 +17,7 @@ from kvcache import publisher, sequence_growth
 from kvcache.block_pool import Pages
 from kvcache.block_table import BlockTable
 from kvcache.conversation_manager import Conversation
+from kvcache.counters import count_blocks
 from kvcache.errors import (
     ClosedSequenceError,
     InvalidSizeError,
@@ -62,6 +63,8 @@ class SequenceCache:
         self._tokens = TokenBuffer(request_id, prompt)
         self.prompt_tokens = len(prompt)
         self.num_reused_tokens = 0
+        self.matched_tokens = 0 if match is None else match.token_match
+        self.counted_blocks = -1
         self.num_computed_tokens = 0
         self.num_committed_tokens = 0
         self.capacity_tokens = 0
@@ -167,6 +170,8 @@ class SequenceCache:
             self._tokens.put(self.num_computed_tokens, tokens)
             self._note_origin(origin, worker)
             self.num_computed_tokens = end
+            if (blocks := -(-end // self._shape.block)) > self.counted_blocks:
+                count_blocks(self, blocks, origin)
             if end_of_prompt:
                 self.prompt_ended = True
             publisher.after_append(self, end_of_prompt)
@@ -214,6 +219,7 @@ class SequenceCache:
             if self.sources or self.state_sources:
                 sequence_growth.forfeit_match(self)
             self.suspended = take_out(self)
+            self._manager.counters.suspended += 1
             return self.suspended.nbytes
 
     def resume(self) -> bool:
@@ -228,6 +234,7 @@ class SequenceCache:
             try:
                 self.require_open()
                 done = bring_back(self, suspended)
+                self._manager.counters.resumed += done
             finally:
                 if not done:
                     self.suspended = suspended

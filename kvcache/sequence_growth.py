@@ -102,10 +102,9 @@ def _copy_sources(sequence: SequenceCache) -> None:
         index = sequence.num_reused_tokens // shape.block
         for row, group in enumerate(shape.attention):
             if sequence.sources[row] >= 0:
-                manager.storage.copy_page(sequence.sources[row], int(sequence.rows[row, index]), group)
-        manager.counters.partial_copies += 1
+                manager.copy_page(sequence.sources[row], int(sequence.rows[row, index]), group)
     for group, page in sequence.state_sources.items():
-        manager.storage.copy_page(page, sequence.state_pages[group], group)
+        manager.copy_page(page, sequence.state_pages[group], group)
     sequence.let_sources_go()
 
 

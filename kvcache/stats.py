@@ -1,60 +1,34 @@
-"""Numbers that a cache manager publishes: totals since its start and the state of the moment."""
+"""Numbers that a cache manager publishes: totals since its start (see `totals`) and the state of the moment.
+
+Nothing is gathered before somebody asks: reading walks the tree once.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from kvcache.events import Tier
+from kvcache.radix_evict import evictable_pages
+from kvcache.totals import CacheTotals, collect_totals
 
 if TYPE_CHECKING:
     from kvcache.manager import KvCacheManager
     from kvcache.page_pin import PagePin
 
-__all__ = ["CacheCounters", "CacheStats", "EvictionCounts", "PoolStats", "collect_stats"]
-
-
-@dataclass(slots=True)
-class CacheCounters:
-    """Totals since the start; only the manager and its sequences write them."""
-
-    requests: int = 0
-    prompt_tokens: int = 0
-    reused_tokens: int = 0
-    reused_full_blocks: int = 0
-    reused_partial_blocks: int = 0
-    missed_blocks: int = 0
-    partial_copies: int = 0
-    snapshots_skipped: int = 0
-    peak_used_pages: int = 0
-
-
-@dataclass(slots=True)
-class EvictionCounts:
-    """What the tree gave up since the start; only `radix_evict` and the drop handles write them.
-
-    blocks   for want of room, `superseded` ones among them; window_pages: windows and snapshots for want of room
-    """
-
-    blocks: int = 0
-    superseded: int = 0
-    window_pages: int = 0
-    dropped_turn_pages: int = 0
-
-    def by_reason(self) -> dict[str, int]:
-        """As `CacheStats.evictions` shows them."""
-        return {
-            "capacity": self.blocks - self.superseded,
-            "superseded": self.superseded,
-            "window": self.window_pages,
-            "dropped_turn": self.dropped_turn_pages,
-        }
+__all__ = ["CacheStats", "PoolStats", "TierStats", "collect_stats", "sum_pools"]
 
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
-    """One life cycle's pool, in pages: free + held + cached == total (`held` pages may be cached too)."""
+    """One life cycle's pool, in pages: free + held + cached == total (a page both held and cached is in `cached`).
+
+    evictable    cached pages that nobody relies on; peak_used: most pages in use at a time, in the totals since the
+                 start
+    """
 
     group: int
     kind: str
@@ -62,84 +36,123 @@ class PoolStats:
     free: int
     held: int
     cached: int
+    evictable: int
+    peak_used: int
     page_bytes: int
+
+    @property
+    def used(self) -> int:
+        """Pages that are not free."""
+        return self.total - self.free
 
 
 @dataclass(frozen=True, slots=True)
-class CacheStats:
-    """A snapshot; `hit_rate` is reused / (reused + missed) in blocks, 0 when nothing was asked.
+class TierStats:
+    """A lower tier's content now."""
 
-    evictions     pages given up, by reason: capacity, superseded (blocks), window (window pages and snapshots for want
-                  of room), dropped_turn (windows and snapshots of turns that fell out of the retained ones)
-    index_bytes   bytes of the tree's token and page buffers
+    tier: Tier
+    capacity_bytes: int
+    used_bytes: int
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats(CacheTotals):
+    """Totals since the start and the state of the moment.
+
+    index_bytes    bytes of the tree's token and page buffers
+    pinned_pages   blocks that peers' pins hold (a block that two pins hold counts twice)
     """
 
     pools: tuple[PoolStats, ...]
+    lower_tiers: tuple[TierStats, ...]
     open_sequences: int
-    requests: int
-    prompt_tokens: int
-    reused_tokens: int
-    reused_full_blocks: int
-    reused_partial_blocks: int
-    missed_blocks: int
-    evicted_blocks: int
-    evictions: dict[str, int]
     index_bytes: int
     superseded_blocks: int
     tracked_conversations: int
     retained_turns: int
-    host_blocks: int
-    disk_blocks: int
-    offloaded_blocks: int
-    onboarded_blocks: int
-    corrupt_blocks: int
     peer_pins: int
     pinned_pages: int
     poison_reason: str | None
 
     @property
-    def hit_rate(self) -> float:
-        """Reused share of the blocks that prompts asked for."""
-        reused = self.reused_full_blocks + self.reused_partial_blocks
-        asked = reused + self.missed_blocks
-        return reused / asked if asked else 0.0
+    def evicted_blocks(self) -> int:
+        """Blocks that left the device for want of room."""
+        return self.evictions["capacity"] + self.evictions["superseded"]
+
+    @property
+    def host_blocks(self) -> int:
+        """Blocks in host memory."""
+        return sum(tier.blocks for tier in self.lower_tiers if tier.tier is Tier.HOST)
+
+    @property
+    def disk_blocks(self) -> int:
+        """Blocks on disk."""
+        return sum(tier.blocks for tier in self.lower_tiers if tier.tier is Tier.DISK)
+
+    @property
+    def offloaded_blocks(self) -> int:
+        """Blocks that were copied out of the device."""
+        return sum(tier.stored_blocks for tier in self.tiers if tier.tier is Tier.HOST)
+
+    @property
+    def onboarded_blocks(self) -> int:
+        """Blocks that came back to the device."""
+        return sum(tier.onboarded_blocks for tier in self.tiers)
+
+    @property
+    def corrupt_blocks(self) -> int:
+        """Blocks that came back changed and were refused."""
+        return sum(tier.corrupt_blocks for tier in self.tiers)
+
+    @property
+    def all_pools(self) -> PoolStats:
+        """See `sum_pools`."""
+        return sum_pools(self.pools)
+
+
+def sum_pools(pools: Collection[PoolStats]) -> PoolStats:
+    """Sum of pools, in pages: group -1, kind "all"; `peak_used` is an upper bound, `page_bytes` the mean."""
+    total = sum(pool.total for pool in pools)
+    return PoolStats(
+        group=-1,
+        kind="all",
+        total=total,
+        free=sum(pool.free for pool in pools),
+        held=sum(pool.held for pool in pools),
+        cached=sum(pool.cached for pool in pools),
+        evictable=sum(pool.evictable for pool in pools),
+        peak_used=sum(pool.peak_used for pool in pools),
+        page_bytes=sum(pool.total * pool.page_bytes for pool in pools) // max(1, total),
+    )
 
 
 def collect_stats(manager: KvCacheManager, open_sequences: int, pins: Collection[PagePin]) -> CacheStats:
     """The numbers of a manager, now."""
-    counters, ledger, tree, tiers = manager.counters, manager.ledger, manager.tree, manager.tiers
+    totals, ledger, tree, tiers = collect_totals(manager), manager.ledger, manager.tree, manager.tiers
     pools = tuple(
         PoolStats(
-            group,
-            manager.layout.groups[group].kind.value,
-            pool.num_pages,
-            pool.free_pages,
-            int(np.count_nonzero((pool.refs > 0) & ~pool.in_tree)),
-            pool.tree_pages,
-            manager.layout.page_bytes(group),
+            group=group,
+            kind=manager.layout.groups[group].kind.value,
+            total=pool.num_pages,
+            free=pool.free_pages,
+            held=int(np.count_nonzero((pool.refs > 0) & ~pool.in_tree)),
+            cached=pool.tree_pages,
+            evictable=evictable_pages(tree, group),
+            peak_used=pool.num_pages - pool.least_unused,
+            page_bytes=manager.layout.page_bytes(group),
         )
         for group, pool in enumerate(manager.pools)
     )
     return CacheStats(
+        **{field.name: getattr(totals, field.name) for field in fields(totals)},
         pools=pools,
+        lower_tiers=() if tiers is None else tuple(TierStats(*one) for one in tiers.contents()),
         open_sequences=open_sequences,
-        requests=counters.requests,
-        prompt_tokens=counters.prompt_tokens,
-        reused_tokens=counters.reused_tokens,
-        reused_full_blocks=counters.reused_full_blocks,
-        reused_partial_blocks=counters.reused_partial_blocks,
-        missed_blocks=counters.missed_blocks,
-        evicted_blocks=tree.evictions.blocks,
-        evictions=tree.evictions.by_reason(),
         index_bytes=sum(node.nbytes for node in tree.nodes()),
         superseded_blocks=tree.superseded_blocks,
         tracked_conversations=0 if ledger is None else len(ledger),
         retained_turns=0 if ledger is None else ledger.retained_turns,
-        host_blocks=0 if tiers is None else len(tiers.host),
-        disk_blocks=0 if tiers is None or tiers.disk is None else len(tiers.disk),
-        offloaded_blocks=0 if tiers is None else tiers.offloaded,
-        onboarded_blocks=0 if tiers is None else tiers.onboarded,
-        corrupt_blocks=0 if tiers is None else tiers.corrupt,
         peer_pins=len(pins),
         pinned_pages=sum(pin.num_pages for pin in pins),
         poison_reason=manager.poison_reason,

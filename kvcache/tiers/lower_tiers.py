@@ -17,12 +17,15 @@ from kvcache.storage.page_storage import PageStorage
 from kvcache.tiers.disk_tier import DiskTier
 from kvcache.tiers.host_tier import HostTier
 from kvcache.tiers.tier_block import TierBlock
+from kvcache.tiers.tier_traffic import TierTraffic
 
 __all__ = ["LowerTiers"]
 
+LOWER = (Tier.HOST, Tier.DISK)
+
 
 class LowerTiers:
-    """Counters are in blocks: offloaded (device -> host), onboarded (back), dropped (left the last tier), corrupt."""
+    """Counts what moves, a `TierTraffic` a tier."""
 
     def __init__(
         self,
@@ -39,15 +42,14 @@ class LowerTiers:
         self.host = host
         self.disk = disk
         self._events = events
-        self.offloaded = 0
-        self.onboarded = 0
-        self.dropped = 0
-        self._corrupt = 0
+        self.traffic = {Tier.HOST: TierTraffic()} if disk is None else {tier: TierTraffic() for tier in LOWER}
 
-    @property
-    def corrupt(self) -> int:
-        """Blocks that came back changed and were refused."""
-        return self._corrupt + (0 if self.disk is None else self.disk.corrupt)
+    def contents(self) -> list[tuple[Tier, int, int, int]]:
+        """(tier, capacity in bytes, bytes used, blocks) of each tier."""
+        tiers: list[tuple[Tier, HostTier | DiskTier]] = [(Tier.HOST, self.host)]
+        if self.disk is not None:
+            tiers.append((Tier.DISK, self.disk))
+        return [(name, tier.capacity_bytes, tier.used_bytes, len(tier)) for name, tier in tiers]
 
     def __len__(self) -> int:
         return len(self.host) + (0 if self.disk is None else len(self.disk))
@@ -73,7 +75,7 @@ class LowerTiers:
                 if start < position <= start + block
             )
             tier_block = TierBlock.of(node.digests[index], scope, 0 if node.superseded else 1, tuple(parts))
-            self.offloaded += 1
+            self.traffic[Tier.HOST].store(tier_block)
             kept.add(tier_block.key)
             for lost in self._push(tier_block):
                 kept.discard(lost)
@@ -86,13 +88,17 @@ class LowerTiers:
         lost: list[bytes] = []
         for down in self.host.put(block):
             if self.disk is None:
+                self.traffic[Tier.HOST].dropped_blocks += 1
                 lost.append(down.key)
                 continue
             gone = self.disk.put(down)
+            self.traffic[Tier.DISK].dropped_blocks += len(gone)
             lost.extend(gone)
-            if self._events is not None and down.key not in gone:
+            if down.key in gone:
+                continue
+            self.traffic[Tier.DISK].store(down)
+            if self._events is not None:
                 self._events.add(EventKind.UPDATED, tier=Tier.DISK, keys=(down.key,))
-        self.dropped += len(lost)
         earlier = tuple(key for key in lost if key != block.key)
         if self._events is not None and earlier:
             self._events.add(EventKind.REMOVED, keys=earlier)
@@ -116,11 +122,12 @@ class LowerTiers:
 
     def take(self, key: bytes, scope: bytes) -> TierBlock | None:
         """Remove a block from its tier and verify it; None (and forgotten) when it is not what it was."""
+        source = self.tier_of(key)
         block = self.host.take(key)
         if block is None and self.disk is not None:
             block = self.disk.take(key, scope)
         if block is not None and (block.scope != scope or not block.intact()):
-            self._corrupt += 1
+            self.traffic[source].corrupt_blocks += 1
             block = None
         if block is None and self._events is not None:
             self._events.add(EventKind.REMOVED, keys=(key,))
@@ -136,6 +143,8 @@ class LowerTiers:
             if block is None:
                 break
             lifted += 1
+            self.traffic[Tier.DISK].lifted_blocks += 1
+            self.traffic[Tier.HOST].store(block)
             if self._events is not None:
                 self._events.add(EventKind.UPDATED, tier=Tier.HOST, keys=(key,))
             self._push(block)
@@ -144,6 +153,15 @@ class LowerTiers:
     def put_back(self, block: TierBlock) -> None:
         """A block that was taken and could not be used after all."""
         self._push(block)
+
+    def tier_of(self, key: bytes) -> Tier:
+        """The tier that a block would be taken from."""
+        return Tier.HOST if key in self.host or self.disk is None else Tier.DISK
+
+    def onboarded(self, block: TierBlock, source: Tier) -> None:
+        """A block that was taken is in the tree again."""
+        self.traffic[source].onboarded_blocks += 1
+        self.traffic[source].onboarded_bytes += block.nbytes
 
     def write_page(self, block: TierBlock, group: int, position: int, page: int) -> bool:
         """Copy a part's content into a device page. False when the block has no such part."""
