@@ -27,6 +27,7 @@ from cluster.errors import (
 )
 from cluster.fitting import fitted
 from cluster.fleet import Fleet
+from cluster.prefix_loans import PrefixLoans
 from cluster.request import EngineRequest, FinishReason
 from cluster.routing import Router, RouteRequest
 from cluster.serve_metrics import ServeMetrics
@@ -48,6 +49,7 @@ class OrchestratorSettings:
 
     recovery_s   how long a request waits for a worker of a role to come back before it is refused
     backflow_wait_s  how long a continuing turn waits for the blocks of the last answer
+    tokens_per_block, prefix_pull  block size of every worker, and whether a prefill may pull from whoever holds blocks
     """
 
     max_queued_requests: int = 256
@@ -55,6 +57,8 @@ class OrchestratorSettings:
     max_local_prefill_length: int = 0
     recovery_s: float = 60.0
     backflow_wait_s: float = 5.0
+    tokens_per_block: int = 32
+    prefix_pull: bool = True
 
 
 class Orchestrator:
@@ -66,7 +70,8 @@ class Orchestrator:
         self.fleet = fleet
         self.settings = settings
         self.metrics = ServeMetrics()
-        self.turns = Turns(self.metrics)
+        self.loans = PrefixLoans(fleet, settings.tokens_per_block, enabled=settings.prefix_pull)
+        self.turns = Turns(self.metrics, on_kept=self.loans.holds)
         self._routers = {WorkerRole.CONTEXT: context_router, WorkerRole.GENERATION: generation_router}
         self._routers[WorkerRole.AGGREGATED] = generation_router
         self._sequence = itertools.count()
@@ -198,15 +203,23 @@ class Orchestrator:
     ) -> tuple[int, GrantTicket | None]:
         """The prompt's KV and the first token, on a context worker. No ticket = the answer ended with that token."""
         try:
-            prefill = await context.prefill(engine_request)
+            prefill = await self.loans.prefill(context, engine_request)
         except asyncio.CancelledError:
             await _give_up(context, engine_request.request_id)
             raise
         prompt_tokens = len(request.prompt_ids)
         cached = min(prefill.cached_tokens, prompt_tokens)
+        pulled = min(prefill.pulled_tokens, prompt_tokens - cached)
         if stream.usage.retries and stream.usage.ctx_worker is not None:  # what an earlier try computed was computed
             cached = min(cached, stream.usage.ctx_cached_tokens)
-        stream.note(ctx_cached_tokens=cached, recomputed_tokens=prompt_tokens - cached, ctx_worker=context.worker_id)
+            pulled = min(pulled, stream.usage.ctx_pulled_tokens)
+        self.loans.holds(context.worker_id, request.prompt_ids, request.cache_salt)
+        stream.note(
+            ctx_cached_tokens=cached,
+            ctx_pulled_tokens=pulled,
+            recomputed_tokens=prompt_tokens - cached - pulled,
+            ctx_worker=context.worker_id,
+        )
         self.metrics.prefills.labels("context").inc()
         stream.emit((prefill.token_id,))
         if prefill.ticket is None:
@@ -315,6 +328,7 @@ class Orchestrator:
         route = RouteRequest(turn.token_ids, request.conversation_id, request.cache_salt)
         if stream.usage.gen_worker is not None:
             self._routers[WorkerRole.GENERATION].record(route, stream.usage.gen_worker)
+            self.loans.holds(stream.usage.gen_worker, turn.token_ids[:-1], request.cache_salt)
         if context is not None:
             self._routers[WorkerRole.CONTEXT].record(route, context.worker_id)
             self.turns.close(context, generation, turn, record)
@@ -347,6 +361,7 @@ class Orchestrator:
             if self._incarnations.setdefault(handle.worker_id, incarnation) != incarnation:
                 self._incarnations[handle.worker_id] = incarnation
                 router.remove_worker(handle.worker_id)  # it came back with an empty cache
+                self.loans.lost(handle.worker_id)
         chosen = router.choose(
             RouteRequest(request.prompt_ids, request.conversation_id, request.cache_salt), candidates
         )

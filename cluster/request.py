@@ -56,6 +56,11 @@ class EngineRequest:
     cache_salt: str | None = None
     first_token_ids: tuple[int, ...] = ()
 
+    @property
+    def known_ids(self) -> NDArray[np.int32]:
+        """int32: the prompt and the tokens sampled elsewhere (a copy)."""
+        return np.concatenate([self.prompt_ids, np.asarray(self.first_token_ids, np.int32)]).astype(np.int32)
+
 
 def conversation_key(conversation_id: str | None, cache_salt: str | None) -> str | None:
     """What a conversation is called inside: equal ids of two tenants (salts) are two conversations."""

@@ -20,6 +20,8 @@ class Sequence:
 
     max_position  longest sequence (tokens) the engine serves
     decode_limit  stop after that many tokens sampled *here* (1 on a context worker), or None
+    cache         an open cache that holds what was pulled for the request, or None to match at admission
+    prefilled     `cache` holds the whole prompt; the newest known token was sampled by a context worker
     """
 
     def __init__(
@@ -30,11 +32,12 @@ class Sequence:
         max_position: int,
         decode_limit: int | None = None,
         cache: SequenceCache | None = None,
+        prefilled: bool = False,
     ) -> None:
-        known = np.concatenate([request.prompt_ids, np.asarray(request.first_token_ids, np.int32)]).astype(np.int32)
+        known = request.known_ids
         self.request = request
         self.cache = cache
-        self.num_prompt_tokens = len(known) - 1 if cache is not None else len(known)
+        self.num_prompt_tokens = len(known) - 1 if prefilled else len(known)
         self.num_reused_tokens: int | None = cache.num_reused_tokens if cache is not None else None
         self.stop_requested: FinishReason | None = None
         self._ends = frozenset(request.sampling.stop_token_ids)

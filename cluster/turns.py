@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -36,10 +37,20 @@ class _Closing:
 
 
 class Turns:
-    """Turns being closed, and records of the last `max_records` requests."""
+    """Turns being closed, and records of the last `max_records` requests.
 
-    def __init__(self, metrics: ServeMetrics, *, max_records: int = 4096) -> None:
+    on_kept  told what a context worker holds of a turn once it is closed: its id, the tokens with KV, their salt
+    """
+
+    def __init__(
+        self,
+        metrics: ServeMetrics,
+        *,
+        on_kept: Callable[[str, NDArray[np.int32], str | None], None] = lambda worker_id, token_ids, cache_salt: None,
+        max_records: int = 4096,
+    ) -> None:
         self._metrics = metrics
+        self._on_kept = on_kept
         self._closing: list[_Closing] = []
         self._records: OrderedDict[str, TurnRecord] = OrderedDict()
         self._settled: dict[str, asyncio.Event] = {}
@@ -103,6 +114,7 @@ class Turns:
             moved = result.transfer
             if moved is None or moved.status is not TransferStatus.DONE:
                 await _let_go(generation, turn)  # a receiver that ended before it asked never told the holder
+            self._on_kept(context.worker_id, turn.token_ids[: result.endpoint_tokens], turn.cache_salt)
             record = replace(record, endpoint_tokens=result.endpoint_tokens)
             if moved is not None:
                 record = replace(

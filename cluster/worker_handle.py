@@ -21,8 +21,10 @@ from cluster.request import EngineRequest
 from cluster.worker import (
     Admission,
     BackflowResult,
+    CacheShortfall,
     OutputDelta,
     PrefillResult,
+    PrefixLoan,
     TurnHandoff,
     WorkerInfo,
     WorkerRole,
@@ -119,9 +121,15 @@ class WorkerHandle:
 
     # --- calls ---
 
-    async def prefill(self, request: EngineRequest) -> PrefillResult:
-        result: PrefillResult = await self._call("prefill", request)
+    async def prefill(
+        self, request: EngineRequest, loan: PrefixLoan | None = None, expected_tokens: int = 0
+    ) -> PrefillResult | CacheShortfall:
+        result: PrefillResult | CacheShortfall = await self._call("prefill", request, loan, expected_tokens)
         return result
+
+    async def lend(self, request: EngineRequest) -> PrefixLoan | None:
+        loan: PrefixLoan | None = await self._call("lend", request)
+        return loan
 
     async def close_turn(self, turn: TurnHandoff) -> BackflowResult:
         result: BackflowResult = await self._call("close_turn", turn)

@@ -12,6 +12,7 @@ from cluster.fleet import Fleet
 from cluster.orchestrator import Orchestrator, OrchestratorSettings
 from cluster.routing import make_router
 from cluster.worker import ContextWorker, GenerationWorker, WorkerRole, WorkerSpec
+from transceiver import BackflowMode
 
 __all__ = ["WORKER_CLASS", "cluster_secret", "make_orchestrator", "plan_workers"]
 
@@ -69,6 +70,7 @@ def _spec(config: ClusterConfig, role: WorkerRole, section: ServerSectionConfig,
 def make_orchestrator(config: ClusterConfig, fleet: Fleet) -> Orchestrator:
     """An orchestrator with the configuration's routers and limits over a fleet."""
     tokens_per_block = config.kv_cache_config.tokens_per_block
+    pull = config.context_servers.cache_transceiver_config.kv_prefix_pull
     return Orchestrator(
         fleet,
         make_router(config.context_servers.router, tokens_per_block=tokens_per_block),
@@ -77,6 +79,8 @@ def make_orchestrator(config: ClusterConfig, fleet: Fleet) -> Orchestrator:
             max_queued_requests=config.server.max_queued_requests,
             max_retries=config.max_retries,
             max_local_prefill_length=config.conditional_disagg_config.max_local_prefill_length,
+            tokens_per_block=tokens_per_block,
+            prefix_pull=pull is not BackflowMode.OFF,
         ),
     )
 

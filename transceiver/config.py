@@ -19,11 +19,12 @@ class TransceiverBackend(StrEnum):
     """Transport family."""
 
     UCX = "ucx"
+    NIXL = "nixl"
     INPROC = "inproc"
 
 
 class BackflowMode(StrEnum):
-    """When the context side takes back what only the generation side has."""
+    """When a context worker takes what only another worker has: an answer's blocks, a prompt's prefix."""
 
     AUTO = "auto"
     EAGER = "eager"
@@ -36,19 +37,24 @@ class CacheTransceiverConfig(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", use_attribute_docstrings=True)
 
     backend: Annotated[TransceiverBackend, Field(strict=False)] = TransceiverBackend.UCX
-    """Transport: `ucx` between processes and hosts, `inproc` inside one process (tests, single-process runs)."""
+    """Transport: `ucx` between processes and hosts, `nixl` the same over NVIDIA NIXL (needs the extra `nixl`), `inproc`
+    inside one process (tests, single-process runs)."""
     kv_transfer_timeout_ms: PositiveInt = 60_000
     """Longest time one transfer may take, from its request to its end (milliseconds). It cannot be switched off."""
     verify: bool = True
     """Send a digest per block and check it before the block is used; a mismatch is recomputed."""
     kv_backflow: Annotated[BackflowMode, Field(strict=False)] = BackflowMode.AUTO
     """Return of the answer's blocks to the context side: when cheaper (`auto`), always (`eager`), never (`off`)."""
+    kv_prefix_pull: Annotated[BackflowMode, Field(strict=False)] = BackflowMode.AUTO
+    """Pull of a prompt's prefix from whichever worker holds it, before prefill: as for `kv_backflow`."""
     enable_pipelined_transfer: bool = False
     """Send the blocks of a prefill chunk while the next one computes (block reuse off or `all_reusable` only)."""
     ucx_tls: str = "tcp,cma"
     """UCX transports that may be used, as in UCX_TLS."""
     ucx_options: dict[str, str] = Field(default_factory=dict)
     """Further UCX options by name without the UCX_ prefix; they win over the built-in ones."""
+    nixl_options: dict[str, str] = Field(default_factory=dict)
+    """Options of NIXL's UCX backend by name, for example `ucx_devices`."""
     max_segment_bytes: PositiveInt = 4 << 20
     """Size of one batch of reads (bytes): the step in which a transfer goes on, is cancelled, and is hashed."""
     max_segments_in_flight: PositiveInt = 8

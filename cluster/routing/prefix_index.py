@@ -61,6 +61,14 @@ class PrefixIndex:
         while len(self._workers) > self._max_blocks:
             self._workers.popitem(last=False)
 
+    def discard(self, keys: list[bytes], worker_id: str) -> None:
+        """A worker turned out not to hold these blocks."""
+        for key in keys:
+            workers = self._workers.get(key, set())
+            workers.discard(worker_id)
+            if not workers:
+                self._workers.pop(key, None)
+
     def _touch(self, keys: list[bytes]) -> None:
         """Used now. The root last: a chain is forgotten from its leaf, for a leaf without its root matches nothing."""
         for key in reversed(keys):

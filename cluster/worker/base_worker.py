@@ -27,11 +27,11 @@ from cluster.scheduler import Scheduler, SequenceEvent
 from cluster.sequence import Sequence
 from cluster.worker.kv_fetch import KvFetch
 from cluster.worker.live_requests import LiveRequests
-from cluster.worker.messages import WorkerInfo, WorkerRole, WorkerStats
+from cluster.worker.messages import PrefixLoan, WorkerInfo, WorkerRole, WorkerStats
 from cluster.worker.pool_size import pool_pages
 from cluster.worker.spec import WorkerSpec
 from kvcache import BlockOrigin, KvCacheManager, PagePin, PinLimitError, ReuseScope, SequenceCache
-from transceiver import CacheTransceiver, GrantTicket, Publication, TransceiverError
+from transceiver import CacheTransceiver, GrantTicket, Publication, Pull, TransceiverError
 from transceiver.testing import FaultInjector
 
 __all__ = ["BaseWorker"]
@@ -56,6 +56,7 @@ class BaseWorker:
         self._live = LiveRequests()
         self._session = 0
         self._publications: dict[str, Publication] = {}
+        self._pulls: dict[str, Pull] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> WorkerInfo:
@@ -187,6 +188,9 @@ class BaseWorker:
             return
         self._live.abort(request_id)
         self.engine.request_stop(request_id, FinishReason.CANCELLED)
+        pull = self._pulls.get(request_id)
+        if pull is not None:
+            pull.cancel()
         await self.release(request_id)
 
     async def release(self, request_id: str) -> None:
@@ -194,6 +198,30 @@ class BaseWorker:
         publication = self._publications.get(request_id)
         if publication is not None:
             publication.cancel()
+
+    async def lend(self, request: EngineRequest) -> PrefixLoan | None:
+        """Grant the full blocks that this worker holds of a request's known tokens, for a peer that computes the rest.
+
+        The grant's id is the request's. None when it holds none, or cannot grant now. Computes nothing.
+        """
+        self._check_engine()
+        if self.transceiver is None or not self.manager.tree.shape.plain:
+            return None  # windows and recurrent state end where their own request ended
+        block = self.manager.layout.tokens_per_block
+        with self.engine.lock:
+            cache = self.manager.create(
+                request.request_id, request.known_ids, scope=ReuseScope(cache_salt=request.cache_salt)
+            )
+            try:
+                whole = cache.num_reused_tokens - cache.num_reused_tokens % block
+                if whole == 0:
+                    return None
+                return PrefixLoan(request.request_id, whole, self._grant(request, cache, whole))
+            except NotReadyError as error:
+                log.info("%s lends nothing: %s", self.spec.worker_id, error.message)
+                return None
+            finally:
+                cache.close()
 
     async def end_conversation(self, conversation_id: str, cache_salt: str | None = None) -> None:
         """Forget which turns of a conversation are retained; their blocks become ordinary cached ones."""
@@ -232,7 +260,12 @@ class BaseWorker:
     # --- for the two halves ---
 
     def _new_sequence(
-        self, request: EngineRequest, *, decode_limit: int | None = None, cache: SequenceCache | None = None
+        self,
+        request: EngineRequest,
+        *,
+        decode_limit: int | None = None,
+        cache: SequenceCache | None = None,
+        prefilled: bool = False,
     ) -> Sequence:
         return Sequence(
             request,
@@ -240,6 +273,7 @@ class BaseWorker:
             max_position=self.max_seq_len,
             decode_limit=decode_limit,
             cache=cache,
+            prefilled=prefilled,
         )
 
     def _grant(self, request: EngineRequest, cache: SequenceCache, num_tokens: int) -> GrantTicket:
@@ -283,6 +317,12 @@ class BaseWorker:
         """A pull into `cache`, not begun yet."""
         assert self.transceiver is not None
         return KvFetch(self.engine, self.transceiver, cache, origin=origin)
+
+    def _register_pull(self, request_id: str, pull: Pull) -> None:
+        """An abort of the request must reach its pull."""
+        self._pulls[request_id] = pull
+        if self._live.is_aborted(request_id):
+            pull.cancel()
 
     def _close_when_idle(self, cache: SequenceCache, fetch: KvFetch) -> None:
         """Close a cache once no transfer can touch its pages any more; until then they stay quarantined."""

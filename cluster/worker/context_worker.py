@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from cluster.errors import EngineFailedError, PromptTooLongError
 from cluster.request import EngineRequest, FinishReason, conversation_key
@@ -11,8 +15,8 @@ from cluster.scheduler import SequenceEvent
 from cluster.sequence import Sequence
 from cluster.worker.backflow import BackflowPolicy
 from cluster.worker.base_worker import BaseWorker
-from cluster.worker.kv_fetch import KvFetch
-from cluster.worker.messages import BackflowResult, PrefillResult, TurnHandoff
+from cluster.worker.kv_fetch import FetchResult, KvFetch
+from cluster.worker.messages import BackflowResult, CacheShortfall, PrefillResult, PrefixLoan, TurnHandoff
 from cluster.worker.spec import WorkerSpec
 from kvcache import BlockOrigin, NeverFitsError, OutOfPagesError, ReuseScope, SequenceCache
 from transceiver import BackflowMode, GrantTicket, TransferOutcome, TransferStatus
@@ -21,25 +25,49 @@ from transceiver.testing import FaultInjector
 __all__ = ["ContextWorker"]
 
 
+@dataclass(frozen=True, slots=True)
+class _Pulled:
+    """What came of a loan: an open cache with `tokens` pulled tokens behind the matched ones, or no cache."""
+
+    cache: SequenceCache | None
+    tokens: int
+    outcome: TransferOutcome | None
+
+
 class ContextWorker(BaseWorker):
-    """Prefills prompts and keeps their turns."""
+    """Prefills prompts, computing only what neither it nor a lending peer holds, and keeps their turns."""
 
     def __init__(self, spec: WorkerSpec, *, faults: FaultInjector | None = None) -> None:
         super().__init__(spec, faults=faults)
         self._backflow = BackflowPolicy()
         self._prefills: dict[str, asyncio.Future[SequenceEvent]] = {}
 
-    async def prefill(self, request: EngineRequest) -> PrefillResult:
+    async def prefill(
+        self, request: EngineRequest, loan: PrefixLoan | None = None, expected_tokens: int = 0
+    ) -> PrefillResult | CacheShortfall:
         """Compute the KV of a prompt and its first token; the KV stays pinned for whoever shows the ticket.
+
+        loan             what a peer has of the prompt: what is missing here of it is pulled first, when that is cheaper
+        expected_tokens  without a loan: with less of the prompt than that in the cache, do nothing and say so
 
         Raises PromptTooLongError when the prompt can never fit, EngineFailedError when the model failed or the
         request was aborted.
         """
         self._check_engine()
         started = time.monotonic()
-        sequence = self._new_sequence(request, decode_limit=1)
+        if loan is None and expected_tokens:
+            cached = await self.probe(request.known_ids, request.cache_salt)
+            if cached < expected_tokens:
+                return CacheShortfall(cached)
         self._live.begin(request.request_id)
         try:
+            pulled = await self._take_prefix(request, loan) if loan is not None else _Pulled(None, 0, None)
+            if self._live.is_aborted(request.request_id):
+                if pulled.cache is not None:
+                    with self.engine.lock:
+                        pulled.cache.close()
+                raise EngineFailedError("the prefill was aborted")
+            sequence = self._new_sequence(request, decode_limit=1, cache=pulled.cache)
             event = await self._run(sequence)
             if event.finish_reason not in (FinishReason.HANDOFF, FinishReason.STOP, FinishReason.LENGTH):
                 kind = PromptTooLongError if event.never_fits else EngineFailedError
@@ -53,10 +81,41 @@ class ContextWorker(BaseWorker):
             token_id=int(sequence.token_ids(prompt_tokens)[0]),
             finish_reason=event.finish_reason,
             cached_tokens=cached,
-            recomputed_tokens=prompt_tokens - cached,
+            recomputed_tokens=prompt_tokens - cached - pulled.tokens,
             ticket=ticket,
             seconds=time.monotonic() - started,
+            pulled_tokens=pulled.tokens,
+            pull=pulled.outcome,
         )
+
+    async def _take_prefix(self, request: EngineRequest, loan: PrefixLoan) -> _Pulled:
+        """Pull what a peer lends and this side lacks. Without success the prompt is matched and computed as if there
+        were no loan; the peer is told to let go in any case.
+        """
+        known, target = request.known_ids, min(loan.num_tokens, len(request.known_ids) - 1)
+        with self.engine.lock:
+            cache = self.manager.create(
+                request.request_id,
+                known,
+                scope=ReuseScope(cache_salt=request.cache_salt),
+                conversation_id=conversation_key(request.conversation_id, request.cache_salt),
+            )
+            declined = None
+            if target > cache.num_computed_tokens:
+                mode = self.spec.transceiver.kv_prefix_pull
+                declined = self._why_not(cache, target, mode, capacity=len(known))
+            have = cache.num_computed_tokens
+            wanted = have if declined is not None else max(target, have)
+        fetch, arrived = self._fetch(cache, BlockOrigin.PULLED), False
+        try:
+            result = await self._pull(fetch, loan.ticket, known[:wanted], request, end_of_prompt=False)
+            arrived = result.arrived and declined is None
+        finally:
+            if not arrived:
+                self._close_when_idle(cache, fetch)
+        if not arrived:
+            return _Pulled(None, 0, declined or result.outcome)
+        return _Pulled(cache, result.intact_tokens - have, result.outcome)
 
     def _finish_prefill(self, sequence: Sequence, reason: FinishReason) -> GrantTicket | None:
         """Grant a computed prompt if somebody will fetch it; the sequence gives its own hold up."""
@@ -106,30 +165,50 @@ class ContextWorker(BaseWorker):
         """Pull what is missing of the turn. When that is not wanted, pull nothing, so that the holder may let go."""
         target = len(turn.token_ids) - 1
         with self.engine.lock:
-            declined = self._why_not(cache, target)
+            declined = self._why_not(cache, target, self.spec.transceiver.kv_backflow, capacity=target)
             wanted = target if declined is None else cache.num_computed_tokens
+        result = await self._pull(fetch, ticket, turn.token_ids[:wanted], turn, end_of_prompt=declined is None)
+        return declined or result.outcome
+
+    async def _pull(
+        self,
+        fetch: KvFetch,
+        ticket: GrantTicket,
+        token_ids: NDArray[np.int32],
+        request: EngineRequest | TurnHandoff,
+        *,
+        end_of_prompt: bool,
+    ) -> FetchResult:
+        """Run a fetch that an abort of the request reaches, and remember what it cost."""
         started = time.monotonic()
-        result = await fetch.run(
-            ticket,
-            turn.token_ids[:wanted],
-            conversation_id=turn.conversation_id,
-            cache_salt=turn.cache_salt,
-            timeout_s=self.spec.transceiver.kv_transfer_timeout_ms / 1000,
-            end_of_prompt=declined is None,
-        )
+        try:
+            result = await fetch.run(
+                ticket,
+                token_ids,
+                conversation_id=request.conversation_id,
+                cache_salt=request.cache_salt,
+                timeout_s=self.spec.transceiver.kv_transfer_timeout_ms / 1000,
+                end_of_prompt=end_of_prompt,
+                register=lambda pull: self._register_pull(request.request_id, pull),
+            )
+        finally:
+            self._pulls.pop(request.request_id, None)
         self.repaired_blocks += result.damaged_blocks
-        if declined is not None:
-            return declined
         if result.outcome.bytes:
             self._backflow.observe_pull(result.outcome.bytes, time.monotonic() - started)
-        return result.outcome
+        return result
 
-    def _why_not(self, cache: SequenceCache, target: int) -> TransferOutcome | None:
-        """Make room for an answer's blocks, or say why they are not taken. Call with the engine's lock held."""
+    def _why_not(
+        self, cache: SequenceCache, target: int, mode: BackflowMode, *, capacity: int
+    ) -> TransferOutcome | None:
+        """Make room for `capacity` tokens to pull those up to `target`, or say why they are not pulled.
+
+        Call with the engine's lock held.
+        """
         if not self.manager.config.enable_block_reuse:
             return TransferOutcome(TransferStatus.CANCELLED, "block reuse is off here")
         missing = target - cache.num_computed_tokens
-        if missing and self.spec.transceiver.kv_backflow is BackflowMode.AUTO:
+        if missing and mode is BackflowMode.AUTO:
             layout, scheduler = self.manager.layout, self.engine.scheduler.stats
             blocks = -(-target // layout.tokens_per_block) - cache.num_computed_tokens // layout.tokens_per_block
             estimate = self._backflow.estimate(
@@ -142,9 +221,9 @@ class ContextWorker(BaseWorker):
             if self._backflow.declines(estimate):
                 return TransferOutcome(TransferStatus.CANCELLED, f"computing again is cheaper: {estimate}")
         try:
-            cache.resize(max(target, 1))
-        except (OutOfPagesError, NeverFitsError) as error:  # an answer is worth less than a running prompt
-            return TransferOutcome(TransferStatus.CANCELLED, f"no room for the answer's blocks: {error}")
+            cache.resize(max(capacity, 1))
+        except (OutOfPagesError, NeverFitsError) as error:  # pulled blocks are worth less than a running prompt
+            return TransferOutcome(TransferStatus.CANCELLED, f"no room for a peer's blocks: {error}")
         return None
 
     async def _run(self, sequence: Sequence) -> SequenceEvent:

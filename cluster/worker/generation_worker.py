@@ -18,7 +18,7 @@ from cluster.worker.kv_fetch import FetchResult
 from cluster.worker.messages import Admission, AdmissionStatus, OutputDelta, WorkerRole
 from cluster.worker.spec import WorkerSpec
 from kvcache import BlockOrigin, KvCacheError, NeverFitsError, OutOfPagesError, ReuseScope, SequenceCache
-from transceiver import BackflowMode, GrantTicket, Pull
+from transceiver import BackflowMode, GrantTicket
 from transceiver.testing import FaultInjector
 
 __all__ = ["GenerationWorker"]
@@ -35,7 +35,6 @@ class GenerationWorker(BaseWorker):
         self._has_deltas = asyncio.Event()
         self._admission_turn = asyncio.Lock()
         self._pages_freed = asyncio.Event()
-        self._pulls: dict[str, Pull] = {}
 
     async def attach(self) -> int:
         """See BaseWorker. Outputs of the sessions before are dropped."""
@@ -66,7 +65,7 @@ class GenerationWorker(BaseWorker):
 
     async def _admit(self, request: EngineRequest, ticket: GrantTicket) -> Admission:
         timeout_s = self.spec.transceiver.kv_transfer_timeout_ms / 1000
-        known = np.concatenate([request.prompt_ids, np.asarray(request.first_token_ids, np.int32)]).astype(np.int32)
+        known = request.known_ids
         computed = known[:-1]  # the newest token was sampled, its KV is computed here
         cache = await self._open_cache(request, known, timeout_s)
         cached = cache.num_reused_tokens
@@ -89,7 +88,7 @@ class GenerationWorker(BaseWorker):
             self._close_when_idle(cache, fetch)
             return Admission(AdmissionStatus.TRANSFER_FAILED, cached, 0, 0, result.outcome)
         self.repaired_blocks += result.damaged_blocks
-        self.engine.submit(self._new_sequence(request, cache=cache))
+        self.engine.submit(self._new_sequence(request, cache=cache, prefilled=True))
         return _admission(len(computed), cached, result)
 
     async def drain_outputs(self, session: int, max_wait_s: float = 5.0) -> list[OutputDelta]:
@@ -119,15 +118,7 @@ class GenerationWorker(BaseWorker):
     async def abort(self, request_id: str) -> None:
         """See BaseWorker."""
         await super().abort(request_id)
-        pull = self._pulls.get(request_id)
-        if pull is not None:
-            pull.cancel()
         self._pages_freed.set()  # it may be waiting for pages
-
-    def _register_pull(self, request_id: str, pull: Pull) -> None:
-        self._pulls[request_id] = pull
-        if self._live.is_aborted(request_id):
-            pull.cancel()
 
     async def _open_cache(self, request: EngineRequest, known: NDArray[np.int32], timeout_s: float) -> SequenceCache:
         """A cache with room for all KV to come. Requests wait in order of arrival while pages are short.

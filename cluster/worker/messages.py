@@ -17,8 +17,10 @@ __all__ = [
     "Admission",
     "AdmissionStatus",
     "BackflowResult",
+    "CacheShortfall",
     "OutputDelta",
     "PrefillResult",
+    "PrefixLoan",
     "TurnHandoff",
     "WorkerInfo",
     "WorkerRole",
@@ -56,6 +58,8 @@ class PrefillResult:
     """A prompt whose KV stands on a context worker, its first token, and the ticket to fetch the KV with.
 
     `finish_reason` is HANDOFF when the answer goes on elsewhere; else it ended with this token and `ticket` is None.
+    cached_tokens (found in this worker's cache) + pulled_tokens (from a peer, see `PrefixLoan`) + recomputed_tokens is
+    the prompt. `pull` is how that transfer went; None when there was none.
     """
 
     token_id: int
@@ -64,6 +68,26 @@ class PrefillResult:
     recomputed_tokens: int
     ticket: GrantTicket | None
     seconds: float
+    pulled_tokens: int = 0
+    pull: TransferOutcome | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShortfall:
+    """A context worker has less of a prompt than it was expected to have: only `cached_tokens`. Nothing was done."""
+
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixLoan:
+    """The first `num_tokens` tokens of a prompt, a whole number of blocks, granted to the context worker that shows
+    `ticket`. The holder keeps the grant under `loan_id` until it was pulled, released, or its lease ends.
+    """
+
+    loan_id: str
+    num_tokens: int
+    ticket: GrantTicket
 
 
 class AdmissionStatus(StrEnum):

@@ -247,7 +247,7 @@ async def test_a_short_rest_is_computed_on_the_generation_side_when_so_configure
 
 
 async def test_back_flow_off_computes_the_answer_again_and_says_so():
-    off = {"backend": "inproc", "kv_transfer_timeout_ms": 10000, "kv_backflow": "off"}
+    off = {"backend": "inproc", "kv_transfer_timeout_ms": 10000, "kv_backflow": "off", "kv_prefix_pull": "off"}
     tokens = prompt(64)
     async with local_cluster(config(cache_transceiver_config=off)) as orchestrator:
         stream, record = await ask(orchestrator, tokens)

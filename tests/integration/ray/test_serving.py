@@ -176,3 +176,25 @@ async def test_two_workers_a_side_keep_a_conversation_together():
             for side in ("ctx_worker", "gen_worker"):
                 assert second["kvferry"][side] == answer["kvferry"][side]
             assert second["kvferry"]["recomputed_tokens"] < 60
+
+
+async def test_a_turn_on_another_context_worker_pulls_what_the_others_hold():
+    several = config(
+        context_servers={"num_instances": 2, "router": {"type": "round_robin"}},
+        cache_transceiver_config={"kv_prefix_pull": "eager"},
+    )
+    async with running_cluster(several) as cluster, client_of(cluster) as client:
+        first = await chat(client, "hash", [user(MESSAGE)])
+        history = [
+            user(MESSAGE),
+            {"role": "assistant", "content": first["choices"][0]["message"]["content"]},
+            user("and then?"),
+        ]
+        second = await chat(client, "hash", history)
+        moved = second["kvferry"]
+        assert moved["ctx_worker"] != first["kvferry"]["ctx_worker"]
+        assert moved["ctx_pulled_tokens"] > 0.7 * second["usage"]["prompt_tokens"]
+        assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == moved["ctx_pulled_tokens"]
+        alone = await chat(client, "hash", history, cache_salt="nobody else's")
+        assert alone["kvferry"]["ctx_pulled_tokens"] == 0
+        assert alone["choices"][0]["message"]["content"] == second["choices"][0]["message"]["content"]
