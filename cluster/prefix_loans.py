@@ -7,7 +7,6 @@ recomputation, never a wrong answer: the lender says what it really has, the con
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 from dataclasses import dataclass, replace
 
@@ -68,7 +67,8 @@ class PrefixLoans:
             self._index.discard(lender.keys[cached // self._block :], context.worker_id)
         loan = await self._borrow(lender, request)
         if loan is None or loan.num_tokens <= cached:
-            await _give_back(lender.worker, loan)
+            if loan is not None:
+                await lender.worker.let_go(loan.loan_id)
             return _done(await context.prefill(request))
         settled = False
         try:
@@ -77,7 +77,7 @@ class PrefixLoans:
             return done
         finally:
             if not settled:  # a context worker that ended before it asked never told the lender
-                await _give_back(lender.worker, loan)
+                await lender.worker.let_go(loan.loan_id)
 
     def _lender(self, context: WorkerHandle, request: EngineRequest) -> _Lender | None:
         """Who is known to hold most of the prompt besides the context worker; the least busy one of several."""
@@ -99,7 +99,7 @@ class PrefixLoans:
         except ClusterError:
             return None
         except asyncio.CancelledError:  # the call goes on there, and may end in a grant
-            await _release(lender.worker, asked.request_id)
+            await lender.worker.let_go(asked.request_id)
             raise
         held = 0 if loan is None else loan.num_tokens // self._block
         self._index.discard(lender.keys[held:], lender.worker.worker_id)
@@ -111,15 +111,3 @@ def _done(result: PrefillResult | CacheShortfall) -> PrefillResult:
     if isinstance(result, CacheShortfall):
         raise EngineFailedError("a context worker did not compute a prompt that it was told to compute")
     return result
-
-
-async def _give_back(lender: WorkerHandle, loan: PrefixLoan | None) -> None:
-    if loan is not None:
-        await _release(lender, loan.loan_id)
-
-
-async def _release(lender: WorkerHandle, loan_id: str) -> None:
-    """Withdraw a grant even while this task is being cancelled."""
-    with contextlib.suppress(ClusterError, TimeoutError):
-        async with asyncio.timeout(5.0):
-            await asyncio.shield(asyncio.ensure_future(lender.release(loan_id)))

@@ -7,7 +7,6 @@ it finds the blocks it came for.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
@@ -144,8 +143,7 @@ class Turns:
 async def _let_go(generation: WorkerHandle | None, turn: TurnHandoff) -> None:
     """The turn's grant will not be used."""
     if generation is not None and turn.ticket is not None:
-        with contextlib.suppress(ClusterError):
-            await generation.release(turn.request_id)
+        await generation.let_go(turn.request_id)
 
 
 def _continues(prompt_ids: NDArray[np.int32], cache_salt: str | None, turn: TurnHandoff) -> bool:

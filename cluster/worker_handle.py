@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 _WATCH_S = 5.0
 _ANSWER_S = 20.0  # a live process answers a trivial call within that, also on a busy machine
 _STATS_S = 5.0  # a scrape must not wait for a worker that hangs
+_LAST_WORD_S = 5.0
 _START_S = 120.0  # a new process is there within that: Ray holds calls back while it imports what it needs
 
 
@@ -144,6 +145,14 @@ class WorkerHandle:
 
     async def abort(self, request_id: str) -> None:
         await self._call("abort", request_id)
+
+    async def give_up(self, request_id: str) -> None:
+        """`abort`, even while this task is being cancelled; never raises for a worker that is gone."""
+        await _in_any_case(self.abort(request_id))
+
+    async def let_go(self, request_id: str) -> None:
+        """`release`, even while this task is being cancelled; never raises for a worker that is gone."""
+        await _in_any_case(self.release(request_id))
 
     async def release(self, request_id: str) -> None:
         await self._call("release", request_id)
@@ -255,3 +264,10 @@ class WorkerHandle:
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+async def _in_any_case(call: Coroutine[Any, Any, None]) -> None:
+    """Make a call that a cancellation of this task does not stop. Waits for it, a few seconds at most."""
+    with contextlib.suppress(ClusterError, TimeoutError):
+        async with asyncio.timeout(_LAST_WORD_S):
+            await asyncio.shield(asyncio.ensure_future(call))
