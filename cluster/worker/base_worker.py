@@ -25,13 +25,14 @@ from cluster.log import configure_logging
 from cluster.request import EngineRequest, FinishReason, conversation_key
 from cluster.scheduler import Scheduler, SequenceEvent
 from cluster.sequence import Sequence
+from cluster.worker.grants import Grants
 from cluster.worker.kv_fetch import KvFetch
 from cluster.worker.live_requests import LiveRequests
 from cluster.worker.messages import PrefixLoan, WorkerInfo, WorkerRole, WorkerStats
 from cluster.worker.pool_size import pool_pages
 from cluster.worker.spec import WorkerSpec
-from kvcache import BlockOrigin, KvCacheManager, PagePin, PinLimitError, ReuseScope, SequenceCache
-from transceiver import CacheTransceiver, GrantTicket, Publication, Pull, TransceiverError
+from kvcache import BlockOrigin, KvCacheManager, ReuseScope, SequenceCache
+from transceiver import CacheTransceiver, Pull, TransceiverError
 from transceiver.testing import FaultInjector
 
 __all__ = ["BaseWorker"]
@@ -55,7 +56,6 @@ class BaseWorker:
         self._info: WorkerInfo | None = None
         self._live = LiveRequests()
         self._session = 0
-        self._publications: dict[str, Publication] = {}
         self._pulls: dict[str, Pull] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -109,6 +109,8 @@ class BaseWorker:
             except BaseException:
                 self.storage.close()
                 raise
+        lease_s = spec.transceiver.kv_transfer_timeout_ms / 1000
+        self._grants = Grants(spec.worker_id, self.engine, self.transceiver, lease_s, self._spawn)
         return WorkerInfo(
             worker_id=spec.worker_id,
             role=spec.role,
@@ -130,7 +132,7 @@ class BaseWorker:
         new session's number, for `drain_outputs`.
         """
         self._session += 1
-        for request_id in {*self._live.ids(), *self._publications}:
+        for request_id in {*self._live.ids(), *self._grants.ids()}:
             await self.abort(request_id)
         return self._session
 
@@ -143,8 +145,7 @@ class BaseWorker:
             return
         self._info = None
         idle = await asyncio.to_thread(self.engine.close)
-        for publication in list(self._publications.values()):
-            publication.cancel()
+        self._grants.withdraw_all()
         if self.transceiver is not None:
             try:
                 await asyncio.to_thread(self.transceiver.close)
@@ -195,9 +196,8 @@ class BaseWorker:
 
     async def release(self, request_id: str) -> None:
         """Withdraw the grant of a request that nobody will fetch. Unknown ids are ignored."""
-        publication = self._publications.get(request_id)
-        if publication is not None:
-            publication.cancel()
+        if self._info is not None:
+            self._grants.withdraw(request_id)
 
     async def lend(self, request: EngineRequest) -> PrefixLoan | None:
         """Grant the full blocks that this worker holds of a request's known tokens, for a peer that computes the rest.
@@ -216,7 +216,7 @@ class BaseWorker:
                 whole = cache.num_reused_tokens - cache.num_reused_tokens % block
                 if whole == 0:
                     return None
-                return PrefixLoan(request.request_id, whole, self._grant(request, cache, whole))
+                return PrefixLoan(request.request_id, whole, self._grants.give(request, cache, whole))
             except NotReadyError as error:
                 log.info("%s lends nothing: %s", self.spec.worker_id, error.message)
                 return None
@@ -253,7 +253,7 @@ class BaseWorker:
                 scheduler=self.engine.scheduler.snapshot(),
                 transceiver=self.transceiver.stats() if self.transceiver is not None else None,
                 repaired_blocks=self.repaired_blocks,
-                open_grants=len(self._publications),
+                open_grants=len(self._grants),
                 busy_s=self.engine.busy_s,
             )
 
@@ -275,43 +275,6 @@ class BaseWorker:
             cache=cache,
             prefilled=prefilled,
         )
-
-    def _grant(self, request: EngineRequest, cache: SequenceCache, num_tokens: int) -> GrantTicket:
-        """Offer the first `num_tokens` of a sequence to a peer; its pages stay pinned until that is settled.
-
-        Call with the engine's lock held. The sequence itself may be closed afterwards. Raises NotReadyError when too
-        many grants are open.
-        """
-        assert self.transceiver is not None
-        groups = range(len(self.manager.layout.groups))
-        try:
-            pin = cache.pin_for_peer()
-        except PinLimitError as error:
-            raise NotReadyError(f"{self.spec.worker_id} has too many open grants: {error}") from error
-        try:
-            publication = self.transceiver.publish(
-                request.request_id,
-                tuple(cache.block_table(0, num_tokens, group) for group in groups),
-                conversation_id=request.conversation_id,
-                scope=ReuseScope(cache_salt=request.cache_salt).digest(),
-                lease_s=self.spec.transceiver.kv_transfer_timeout_ms / 1000,
-            )
-        except TransceiverError as error:
-            pin.release()
-            raise NotReadyError(f"{self.spec.worker_id} cannot grant its blocks: {error}") from error
-        self._publications[request.request_id] = publication
-        self._spawn(self._unpin_when_settled(request.request_id, publication, pin))
-        return publication.ticket
-
-    async def _unpin_when_settled(self, request_id: str, publication: Publication, pin: PagePin) -> None:
-        try:
-            outcome = await asyncio.wrap_future(publication.future)
-            log.debug("grant of %s: %s %s", request_id, outcome.status, outcome.reason)
-        finally:
-            self._publications.pop(request_id, None)
-            with self.engine.lock:
-                pin.release()
-            self.engine.wake()
 
     def _fetch(self, cache: SequenceCache, origin: BlockOrigin) -> KvFetch:
         """A pull into `cache`, not begun yet."""

@@ -126,7 +126,7 @@ class ContextWorker(BaseWorker):
                 if reason is not FinishReason.HANDOFF:
                     return None
                 assert sequence.cache is not None
-                return self._grant(sequence.request, sequence.cache, sequence.num_tokens - 1)
+                return self._grants.give(sequence.request, sequence.cache, sequence.num_tokens - 1)
             finally:
                 sequence.close_cache()
 

@@ -199,7 +199,7 @@ class GenerationWorker(BaseWorker):
             return None
         assert sequence.cache is not None
         try:
-            return self._grant(sequence.request, sequence.cache, sequence.cache.num_computed_tokens)
+            return self._grants.give(sequence.request, sequence.cache, sequence.cache.num_computed_tokens)
         except NotReadyError as error:  # only the reuse of this answer is lost
             log.warning("no back-flow for %s: %s", sequence.request_id, error.message)
             return None

@@ -29,7 +29,7 @@ def held(orchestrator: Orchestrator) -> list[str]:
     for handle in orchestrator.fleet.handles:
         assert isinstance(handle.channel, LocalChannel)
         worker = handle.channel.worker
-        publications = {key: (p.state, p.ticket) for key, p in worker._publications.items()}
+        publications = {key: p.state for key, p in worker._grants._open.items()}
         sequences = [(s.request_id, s.turn_ended, s.num_computed_tokens) for s in worker.manager._sequences.values()]
         tasks = [str(task.get_coro()) for task in worker._tasks]
         lines.append(
