@@ -52,6 +52,7 @@ _WORKER_METRICS = (
     _WorkerMetric("engine_busy_seconds", "Time in forward passes", lambda s: s.busy_s),
     _WorkerMetric("computed_tokens", "Tokens whose KV was computed", lambda s: s.scheduler.computed_tokens),
     _WorkerMetric("generation_tokens", "Tokens sampled", lambda s: s.scheduler.sampled_tokens),
+    _WorkerMetric("suspensions", "Preempted sequences kept in host memory", lambda s: s.scheduler.suspensions),
     _WorkerMetric("preemptions", "Sequences put back for want of pages", lambda s: s.scheduler.preemptions),
     _WorkerMetric("kv_cache_reused_blocks", "Blocks found in the cache, whole", lambda s: s.cache.reused_full_blocks),
     _WorkerMetric("kv_cache_partial_blocks", "Blocks found in part", lambda s: s.cache.reused_partial_blocks),

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from cluster.engine.model_runner import SequenceStep, StepPlan
 from cluster.request import FinishReason
 from cluster.sequence import Sequence
-from kvcache import KvCacheManager, NeverFitsError, OutOfPagesError
+from kvcache import KvCacheManager, NeverFitsError, OutOfPagesError, ReuseScope, SuspendedSequenceError
 
 __all__ = ["ScheduledStep", "Scheduler", "SchedulerStats", "SequenceEvent"]
 
@@ -48,19 +48,29 @@ class SchedulerStats:
     computed_tokens: int = 0
     sampled_tokens: int = 0
     preemptions: int = 0
+    suspensions: int = 0
 
 
 class Scheduler:
     """Waiting and running sequences of one engine.
 
     `max_num_tokens` bounds the tokens of one step, `max_batch_size` the sequences. With chunked prefill off, a prompt
-    is computed whole in one step of its own size.
+    is computed whole in one step of its own size. A preempted sequence is computed again or, within
+    `max_suspended_bytes`, suspended: its pages wait in host memory.
     """
 
     def __init__(
-        self, manager: KvCacheManager, *, max_batch_size: int, max_num_tokens: int, enable_chunked_prefill: bool = True
+        self,
+        manager: KvCacheManager,
+        *,
+        max_batch_size: int,
+        max_num_tokens: int,
+        enable_chunked_prefill: bool = True,
+        max_suspended_bytes: int = 0,
     ) -> None:
         self._manager = manager
+        self._max_suspended_bytes = max_suspended_bytes
+        self._prefetches = manager.config.disk_cache_size > 0
         self._max_batch_size = max_batch_size
         self._max_num_tokens = max_num_tokens
         self._chunked = enable_chunked_prefill
@@ -108,6 +118,7 @@ class Scheduler:
                 self._running.append(sequence)
                 scheduled.append((sequence, admitted))
                 budget -= admitted
+        self._prefetch_next()
         if not scheduled:
             return None
         steps = [self._step_of(sequence, tokens) for sequence, tokens in scheduled]
@@ -185,6 +196,8 @@ class Scheduler:
         """Tokens to compute for a waiting sequence; 0 when it ended here; None when it must wait."""
         while True:
             try:
+                if not self._resume(sequence):
+                    return None
                 if sequence.cache is None:
                     sequence.open_cache(self._manager)
                 assert sequence.cache is not None
@@ -202,7 +215,7 @@ class Scheduler:
                     return None
 
     def _make_room(self, sequence: Sequence, scheduled: list[tuple[Sequence, int]]) -> bool:
-        """Take the pages of the youngest other sequence; it is computed again later. False when there is none."""
+        """Take the pages of the youngest other sequence, to suspend it or compute it again. False for want of one."""
         for victim in reversed(self._waiting):
             if victim.cache is not None and victim is not sequence:
                 self.stats.preemptions += 1
@@ -213,9 +226,49 @@ class Scheduler:
             return False
         self.stats.preemptions += 1
         self._running.remove(victim)
-        victim.close_cache()
+        if not self._suspend(victim):
+            victim.close_cache()
         self._waiting.appendleft(victim)
         return True
+
+    def _suspend(self, sequence: Sequence) -> bool:
+        """Move a sequence's pages to host memory if they fit there."""
+        cache = sequence.cache
+        if cache is None or not self._max_suspended_bytes:
+            return False
+        layout = self._manager.layout
+        size = sum(len(pages) * layout.page_bytes(group) for group, pages in cache.held_pages().items())
+        used = sum(s.cache.suspended.nbytes for s in self._waiting if s.cache is not None and s.cache.suspended)
+        if not size or used + size > self._max_suspended_bytes:
+            return False
+        cache.suspend()
+        self.stats.suspensions += 1
+        return True
+
+    def _resume(self, sequence: Sequence) -> bool:
+        """Bring a suspended sequence's pages back. False while it must wait for room. When it waits for nobody, or its
+        content was lost, its cache is given up: it is computed again.
+        """
+        cache = sequence.cache
+        if cache is None or cache.suspended is None:
+            return True
+        try:
+            if cache.resume():
+                return True
+        except SuspendedSequenceError:
+            sequence.close_cache()
+            return True
+        if not self._running:
+            sequence.close_cache()
+        return sequence.cache is None
+
+    def _prefetch_next(self) -> None:
+        """Have the blocks of the next waiting prompt lifted from disk, while others compute."""
+        for sequence in self._waiting if self._prefetches else ():
+            if sequence.cache is None and not sequence.prefetched:
+                sequence.prefetched = True
+                self._manager.prefetch(sequence.token_ids(), ReuseScope(cache_salt=sequence.request.cache_salt))
+                return
 
     def _retire_stopped(self) -> None:
         for sequence in [s for s in self.sequences() if s.stop_requested is not None]:
@@ -227,6 +280,6 @@ class Scheduler:
             self._finish(sequence, sequence.stop_requested, None)
 
     def _finish(self, sequence: Sequence, reason: FinishReason, error: str | None, *, never_fits: bool = False) -> None:
-        if reason in (FinishReason.CANCELLED, FinishReason.ERROR):
+        if reason in (FinishReason.CANCELLED, FinishReason.ERROR) or not self._resume(sequence):
             sequence.close_cache()
         self._events.append(SequenceEvent(sequence, (), reason, error, never_fits))

@@ -40,6 +40,7 @@ class Sequence:
         self.num_prompt_tokens = len(known) - 1 if prefilled else len(known)
         self.num_reused_tokens: int | None = cache.num_reused_tokens if cache is not None else None
         self.stop_requested: FinishReason | None = None
+        self.prefetched = False
         self._ends = frozenset(request.sampling.stop_token_ids)
         if not request.sampling.ignore_eos:
             self._ends |= eos_token_ids

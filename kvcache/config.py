@@ -131,7 +131,11 @@ class KvCacheConfig(BaseModel):
         default=EvictionPolicyName.LRU,
         description="lru, or turn_aware: conversations least likely to come back soon first, learned while serving",
     )
-    host_cache_size: int = Field(default=0, ge=0, description="Bytes of host memory for blocks that left the device")
+    host_cache_size: int = Field(
+        default=0,
+        ge=0,
+        description="Bytes of host memory for blocks that left the device, and as many for suspended sequences",
+    )
     disk_cache_size: int = Field(default=0, ge=0, description="Bytes of disk for blocks that left host memory")
     disk_cache_path: str | None = Field(
         default=None, description="Existing folder for the disk tier (needed with disk_cache_size)"

@@ -92,6 +92,7 @@ class BaseWorker:
             max_batch_size=spec.max_batch_size,
             max_num_tokens=spec.max_num_tokens,
             enable_chunked_prefill=spec.enable_chunked_prefill,
+            max_suspended_bytes=spec.kv_cache.host_cache_size,
         )
         self.engine = EngineLoop(runner, self.manager, scheduler, self._deliver, name=f"{spec.worker_id}-engine")
         self.transceiver: CacheTransceiver | None = None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,11 +22,20 @@ BLOCK = 4
 class Engine:
     """A scheduler over a hash model and a pool of `pages`."""
 
-    def __init__(self, pages: int, policy: ReusePolicy, *, reuse: bool = True, **limits: object) -> None:
-        config = KvCacheConfig(
-            tokens_per_block=BLOCK, enable_block_reuse=reuse, block_reuse_config=BlockReuseConfig(policy=policy)
-        )
+    def __init__(
+        self, pages: int, policy: ReusePolicy, *, reuse: bool = True, disk: Path | None = None, **limits: object
+    ) -> None:
         self.runner = HashRunner(BLOCK, max_position=256)
+        tiers = {}
+        if disk is not None:
+            page = self.runner.layout.page_bytes(0)
+            tiers = {"host_cache_size": 2 * page, "disk_cache_size": 100 * page, "disk_cache_path": str(disk)}
+        config = KvCacheConfig(
+            tokens_per_block=BLOCK,
+            enable_block_reuse=reuse,
+            block_reuse_config=BlockReuseConfig(policy=policy),
+            **tiers,
+        )
         self.storage = BytesPageStorage(self.runner.layout, (pages,))
         self.runner.bind(self.storage)
         self.manager = KvCacheManager(self.runner.layout, config, self.storage)
@@ -77,9 +88,12 @@ prompts = st.tuples(st.integers(1, 40), st.integers(0, 3)).map(
     budget=st.integers(1, 24),
     batch=st.integers(1, 4),
     policy=st.sampled_from(list(ReusePolicy)),
+    suspended=st.sampled_from([0, 2000, 10**9]),
 )
-def test_answers_do_not_depend_on_the_company_they_were_computed_in(jobs, cancelled, pages, budget, batch, policy):
-    engine = Engine(pages, policy, max_num_tokens=budget, max_batch_size=batch)
+def test_answers_do_not_depend_on_the_company_they_were_computed_in(
+    jobs, cancelled, pages, budget, batch, policy, suspended
+):
+    engine = Engine(pages, policy, max_num_tokens=budget, max_batch_size=batch, max_suspended_bytes=suspended)
     pending = [
         (arrival, engine.sequence(f"s{i}", prompt, max_tokens, f"c{i % 3}"))
         for i, (prompt, max_tokens, arrival) in enumerate(jobs)
@@ -124,4 +138,64 @@ def test_a_sequence_that_outgrows_the_whole_pool_ends_with_an_error_and_the_rest
     assert ended == {"big": FinishReason.ERROR, "small": FinishReason.LENGTH}
     engine.manager.check_integrity()
     assert engine.manager.stats().open_sequences == 0
+    engine.storage.close()
+
+
+@pytest.mark.parametrize(("host_bytes", "again"), [(10**9, False), (0, True)])
+def test_a_preempted_sequence_that_is_suspended_is_not_computed_again(host_bytes: int, again: bool):
+    engine = Engine(16, ReusePolicy.PER_REQUEST, max_num_tokens=32, max_suspended_bytes=host_bytes)
+    for name in ("first", "second"):
+        prompt = np.full(20, len(name), np.int32)
+        engine.scheduler.add(engine.sequence(name, prompt, 20))
+    ended: dict[str, FinishReason] = {}
+    while engine.scheduler.has_work:
+        ended.update(engine.step())
+        engine.manager.check_integrity()
+    assert ended == {"first": FinishReason.LENGTH, "second": FinishReason.LENGTH}
+    stats = engine.scheduler.stats
+    assert stats.preemptions > 0
+    assert (stats.suspensions > 0) is not again
+    assert (stats.computed_tokens > 2 * (20 + 19)) is again
+    engine.storage.close()
+
+
+@pytest.mark.parametrize("reason", [FinishReason.STOP, FinishReason.CANCELLED])
+def test_a_suspended_sequence_can_be_stopped_and_cancelled(reason: FinishReason):
+    engine = Engine(16, ReusePolicy.PER_REQUEST, max_num_tokens=32, max_suspended_bytes=10**9)
+    first, second = (engine.sequence(name, np.full(20, len(name), np.int32), 20) for name in ("first", "second"))
+    engine.scheduler.add(first)
+    engine.scheduler.add(second)
+    ended: dict[str, FinishReason] = {}
+    while not (second.cache is not None and second.cache.suspended):
+        ended.update(engine.step())
+    second.stop_requested = reason
+    while engine.scheduler.has_work:
+        ended.update(engine.step())
+        engine.manager.check_integrity()
+    assert ended == {"first": FinishReason.LENGTH, "second": reason}
+    assert engine.manager.stats().open_sequences == 0
+    engine.storage.close()
+
+
+def test_a_waiting_prompt_is_lifted_from_disk_before_its_turn(tmp_path: Path):
+    engine = Engine(16, ReusePolicy.ALL_REUSABLE, max_batch_size=1, disk=tmp_path)
+    prompt = np.arange(24, dtype=np.int32)
+    for round_ in range(3):  # the first prompt is pushed out of the pool, through host memory, to disk
+        engine.scheduler.add(engine.sequence(f"{round_}", prompt + 60 * round_, 3))
+        while engine.scheduler.has_work:
+            engine.step()
+    tiers = engine.manager.tiers
+    assert tiers is not None
+    busy, queued = engine.sequence("busy", (prompt + 7) % 90 + 100, 8), engine.sequence("queued", prompt, 2)
+    engine.scheduler.add(busy)
+    engine.scheduler.add(queued)
+    while queued.cache is None:
+        engine.step()
+        if queued.prefetched:
+            break
+    assert queued.prefetched
+    while engine.scheduler.has_work:
+        engine.step()
+    assert (queued.num_reused_tokens or 0) > 0
+    engine.manager.close()
     engine.storage.close()
