@@ -23,14 +23,16 @@ from transceiver import TransferStatus
 
 __all__ = ["PrefixLoans"]
 
+_GRAIN_TOKENS = 64  # the index counts in about so many tokens: a loan of less is not worth a call, nor its hashing
+
 
 @dataclass(frozen=True, slots=True)
 class _Lender:
-    """A worker that probably holds the first `blocks` of the blocks `keys`; the context worker should hold `own`."""
+    """A worker that probably holds the first `grains` of `keys`; the context worker should hold `own`."""
 
     worker: WorkerHandle
     keys: list[bytes]
-    blocks: int
+    grains: int
     own: int
 
 
@@ -39,8 +41,8 @@ class PrefixLoans:
 
     def __init__(self, fleet: Fleet, tokens_per_block: int, *, enabled: bool = True) -> None:
         self._fleet = fleet
-        self._block = tokens_per_block
-        self._index = PrefixIndex(tokens_per_block)
+        self._grain = tokens_per_block * max(1, _GRAIN_TOKENS // tokens_per_block)
+        self._index = PrefixIndex(self._grain)
         self._enabled = enabled
         self._ids = itertools.count()
 
@@ -59,12 +61,12 @@ class PrefixLoans:
         if lender is None:
             return _done(await context.prefill(request))
         cached = 0
-        if lender.blocks <= lender.own:  # no loan, unless the context worker has less than it was given
-            result = await context.prefill(request, None, lender.blocks * self._block)
+        if lender.grains <= lender.own:  # no loan, unless the context worker has less than it was given
+            result = await context.prefill(request, None, lender.grains * self._grain)
             if isinstance(result, PrefillResult):
                 return result
             cached = result.cached_tokens
-            self._index.discard(lender.keys[cached // self._block :], context.worker_id)
+            self._index.discard(lender.keys[cached // self._grain :], context.worker_id)
         loan = await self._borrow(lender, request)
         if loan is None or loan.num_tokens <= cached:
             if loan is not None:
@@ -80,7 +82,9 @@ class PrefixLoans:
                 await lender.worker.let_go(loan.loan_id)
 
     def _lender(self, context: WorkerHandle, request: EngineRequest) -> _Lender | None:
-        """Who is known to hold most of the prompt besides the context worker; the least busy one of several."""
+        """Who is known to hold most of the prompt besides the context worker. Of several a generation worker, which has
+        answers for certain; then the least busy one.
+        """
         keys = self._index.keys(request.known_ids[:-1], request.cache_salt)
         depths = self._index.matched_blocks(keys)
         own = depths.pop(context.worker_id, 0)
@@ -88,7 +92,12 @@ class PrefixLoans:
         holders = [handle for handle in ready if depths.get(handle.worker_id)]
         if not holders:
             return None
-        best = max(holders, key=lambda handle: (depths[handle.worker_id], -handle.active_requests))
+
+        def rank(handle: WorkerHandle) -> tuple[int, bool, int]:
+            generation = handle.role is WorkerRole.GENERATION
+            return depths[handle.worker_id], generation, -handle.active_requests
+
+        best = max(holders, key=rank)
         return _Lender(best, keys, depths[best.worker_id], own)
 
     async def _borrow(self, lender: _Lender, request: EngineRequest) -> PrefixLoan | None:
@@ -101,7 +110,7 @@ class PrefixLoans:
         except asyncio.CancelledError:  # the call goes on there, and may end in a grant
             await lender.worker.let_go(asked.request_id)
             raise
-        held = 0 if loan is None else loan.num_tokens // self._block
+        held = 0 if loan is None else loan.num_tokens // self._grain
         self._index.discard(lender.keys[held:], lender.worker.worker_id)
         return loan
 

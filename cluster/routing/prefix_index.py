@@ -29,11 +29,11 @@ class PrefixIndex:
 
     def keys(self, token_ids: NDArray[np.int32], cache_salt: str | None) -> list[bytes]:
         """Key of every full block of a prompt."""
-        size = self._tokens_per_block
+        raw, size = token_ids.tobytes(), self._tokens_per_block * token_ids.itemsize
         digest = hashlib.sha256(b"" if cache_salt is None else b"salt:" + cache_salt.encode()).digest()
         keys = []
-        for start in range(0, len(token_ids) - size + 1, size):
-            digest = hashlib.sha256(digest + token_ids[start : start + size].tobytes()).digest()
+        for start in range(0, len(raw) - size + 1, size):
+            digest = hashlib.sha256(digest + raw[start : start + size]).digest()
             keys.append(digest)
         return keys
 
