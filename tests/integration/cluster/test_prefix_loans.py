@@ -116,7 +116,7 @@ async def test_a_turn_on_another_context_worker_computes_only_what_is_new(
         again, three = await ask(o, continued(first), conversation="d")  # by its turn on the first worker again
         assert again == second
         assert three.ctx_worker == one.ctx_worker
-        assert three.recomputed_tokens <= BLOCK
+        assert three.recomputed_tokens < 64  # less than a grain is not worth a loan
         await quiet(o)
 
 
