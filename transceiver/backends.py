@@ -1,4 +1,4 @@
-"""Which transport a configuration means. The UCX one is imported only when it is chosen."""
+"""Which transport a configuration means. Its fabric is imported only when it is chosen."""
 
 from __future__ import annotations
 
@@ -19,9 +19,13 @@ def make_transport(
             from transceiver.inproc import InprocTransport
 
             return InprocTransport(worker_id, faults)
+        case _ if faults is not None:
+            raise TransportUnavailableError("the fault injector works with backend inproc only")
+        case TransceiverBackend.NIXL:
+            from transceiver.nixl_transport import NixlTransport
+
+            return NixlTransport(worker_id, host, config)
         case TransceiverBackend.UCX:
-            if faults is not None:
-                raise TransportUnavailableError("the fault injector works with backend inproc only")
             from transceiver.ucx import UcxTransport
 
             return UcxTransport(host, config)

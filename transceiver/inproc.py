@@ -73,6 +73,9 @@ class InprocLink:
         assert isinstance(remote, _Region)
         self.owner.start_get(self, batch, remote.address, token)
 
+    def trust(self) -> None:
+        """Nothing to do: messages are handed over, not read from a stream."""
+
     def on_peer_process(self, identity: bytes, probe: int) -> bool:
         """Nothing to learn: the peer is in this process."""
         return True

@@ -25,12 +25,14 @@ from transceiver.handshake import (
 from transceiver.holder import HolderSide
 from transceiver.loop_context import LoopContext
 from transceiver.peer import LinkPhase, Peer
-from transceiver.receiver import Pull, Read
+from transceiver.pull_data import Read
+from transceiver.receiver import Pull
 from transceiver.stats import LinkStats
 from transceiver.transfer_types import TransferStatus
 from transceiver.transport import Link
 from transceiver.wire import (
     MAX_MESSAGE_BYTES,
+    MAX_REGION_BYTES,
     MAX_UNPROVEN_BYTES,
     Ack,
     Cancel,
@@ -154,6 +156,8 @@ class PeerTable:
         if peer is None or peer.phase is LinkPhase.CLOSED:
             return
         limit = _MAX_HELLO_BYTES + len(self._layout) * 4
+        if peer.outgoing and peer.phase is LinkPhase.PROVING:  # the holder has proved the secret; its keys come now
+            limit += MAX_REGION_BYTES * 2 * len(self._own.layout.groups)
         try:
             message = decode(payload, MAX_MESSAGE_BYTES if peer.phase is LinkPhase.READY else limit)
             if peer.phase is LinkPhase.READY:
@@ -223,6 +227,7 @@ class PeerTable:
 
     def _ready(self, peer: Peer) -> None:
         peer.phase = LinkPhase.READY
+        peer.link.trust()
         if peer.timer is not None:
             peer.timer.cancel()
         while peer.farewells:

@@ -78,6 +78,10 @@ class Link(Protocol):
         """
         ...
 
+    def trust(self) -> None:
+        """The peer has proved the secret: larger messages than those of the handshake may come."""
+        ...
+
     def on_peer_process(self, identity: bytes, probe: int) -> bool:
         """The handshake brought the peer's `Transport.identity`; at `probe` it has 8 readable bytes.
 

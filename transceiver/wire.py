@@ -2,7 +2,7 @@
 
 `encode` and `decode` are the only way in and out. Anything from a peer that is not exactly a known message of this
 version within its bounds raises `WireFormatError`; nothing is unpickled and nothing large is built before its size is
-known. Called by the transceiver's loop and the handshake. The format is described in docs/wire-format.md.
+known. Called by the transceiver's loop and the handshake. The format is described in docs/transceiver.md.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from transceiver.messages import (
 
 __all__ = [
     "MAX_MESSAGE_BYTES",
+    "MAX_REGION_BYTES",
     "MAX_UNPROVEN_BYTES",
     "PROTOCOL_VERSION",
     "Ack",
@@ -56,6 +57,7 @@ __all__ = [
 PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_UNPROVEN_BYTES = 4096  # before a peer has proved that it knows the secret
+MAX_REGION_BYTES = 4096 + 64  # one region of a Welcome: a key of at most 4,096 bytes and six small values
 _MAX_ROWS = 1 << 21
 _MAX_ITEMS = 256
 

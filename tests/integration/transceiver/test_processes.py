@@ -1,8 +1,7 @@
-"""Real processes over UCX: bytes, death, cancel, time-out, refusal, several peers, nothing left behind."""
+"""Real processes over every fabric: bytes, death, cancel, time-out, refusal, several peers, nothing left behind."""
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import socket
@@ -13,75 +12,38 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from tests.integration.transceiver.fabrics import FABRICS, Fabric, Local
 from tests.integration.transceiver.peer_process import PeerProcess
-from tests.unit.transceiver.rig import SCOPE, SECRET, eventually, make_layout, make_storage, table
-from transceiver import CacheTransceiver, CacheTransceiverConfig, GrantTicket, Interval, RankShare, TransferStatus
+from tests.unit.transceiver.rig import SCOPE, eventually, table
+from transceiver import GrantTicket, Interval, RankShare, TransferStatus
 
-pytest.importorskip("ucxx", reason="needs ucxx")
-pytestmark = [pytest.mark.ucx, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.ucx, pytest.mark.timeout(120), pytest.mark.parametrize("fabric", FABRICS)]
 DONE, FAILED, CANCELLED, TIMED_OUT = TransferStatus
-PAGES = 64
-
-
-class Local:
-    """This process's transceiver with zeroed pages."""
-
-    def __init__(self, shares: tuple[RankShare, ...] | None = None, **options: object) -> None:
-        self.storage = make_storage(make_layout(**options.pop("layout", {})), (PAGES,))  # type: ignore[arg-type]
-        secret = options.pop("secret", SECRET)
-        assert isinstance(secret, bytes)
-        config = CacheTransceiverConfig.model_validate(options)
-        self.transceiver = CacheTransceiver(
-            worker_id=f"local-{id(self)}", storage=self.storage, config=config, secret=secret, shares=shares
-        )
-
-    def __enter__(self) -> Local:
-        self.transceiver.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.transceiver.close()
-        self.storage.close()
-
-    def pull(self, ticket: GrantTicket, pages: tuple[int, ...], timeout_s: float = 10.0):  # type: ignore[no-untyped-def]
-        return self.transceiver.pull(
-            ticket,
-            (table(pages),),
-            conversation_id="c",
-            scope=SCOPE,
-            timeout_s=timeout_s,
-        )
 
 
 @pytest.fixture
-def local() -> Iterator[Local]:
-    with Local() as one:
+def local(fabric: Fabric) -> Iterator[Local]:
+    with Local(fabric) as one:
         yield one
 
 
-@pytest.mark.parametrize(("tls", "transport"), [("tcp,cma", "ucx/cma"), ("tcp", "ucx/tcp")])
-def test_bytes_arrive_and_the_real_transport_is_named(tls: str, transport: str) -> None:
-    with PeerProcess("holder", ucx_tls=tls) as holder, Local(ucx_tls=tls) as local:
+def test_bytes_arrive_and_the_real_transport_is_named(fabric: Fabric, local: Local) -> None:
+    with PeerProcess("holder", **fabric.config) as holder:
         for turn in range(3):
             ticket = holder.ask("publish", (f"t{turn}", (3, 1, 2, 9), 10.0))
             pull = local.pull(ticket, (10, 11, 12, 13))
             outcome = pull.future.result(10)
             assert (outcome.status, outcome.blocks, outcome.reason) == (DONE, 4, "")
-            assert outcome.transport == transport
+            assert outcome.transport == fabric.transport
             pull.settled.result(5)
             theirs = holder.ask("pages", (3, 1, 2, 9))
             assert [bytes(local.storage.page(page)) for page in (10, 11, 12, 13)] == theirs
             assert holder.ask("published", f"t{turn}").status is DONE
-        assert local.transceiver.links() == {"holder": transport}
+        assert local.transceiver.links() == {"holder": fabric.transport}
 
 
-@pytest.mark.parametrize("tls", ["tcp,cma", "tcp"])
-def test_a_killed_holder_is_an_error_at_once(tls: str) -> None:
-    with (
-        PeerProcess("holder", ucx_tls=tls) as holder,
-        PeerProcess("other", ucx_tls=tls) as other,
-        Local(ucx_tls=tls) as local,
-    ):
+def test_a_killed_holder_is_an_error_at_once(fabric: Fabric, local: Local) -> None:
+    with PeerProcess("holder", **fabric.config) as holder, PeerProcess("other", **fabric.config) as other:
         assert local.pull(holder.ask("publish", ("warm", (1,), 10.0)), (1,)).future.result(10).status is DONE
         holder.freeze()  # the request stays unanswered until the death
         ticket = holder_ticket(holder)
@@ -103,9 +65,9 @@ def holder_ticket(holder: PeerProcess):  # type: ignore[no-untyped-def]
     return GrantTicket(holder.address, "never", bytes(32), 8, 1)
 
 
-def test_a_killed_receiver_frees_the_holder(local: Local) -> None:
+def test_a_killed_receiver_frees_the_holder(fabric: Fabric, local: Local) -> None:
     local.storage.generations()[:] = 1
-    with PeerProcess("receiver", fill=None) as receiver:
+    with PeerProcess("receiver", fill=None, **fabric.config) as receiver:
         publish = local.transceiver.publish
         warm = publish("warm", (table((1,)),), conversation_id="c", scope=SCOPE, lease_s=10)
         receiver.ask("pull", (warm.ticket, (1,), 10.0))
@@ -123,8 +85,8 @@ def test_a_killed_receiver_frees_the_holder(local: Local) -> None:
         assert time.monotonic() - started < 1.0
 
 
-def test_a_receivers_time_out_and_cancel_reach_the_holder(local: Local) -> None:
-    with PeerProcess("holder") as holder:
+def test_a_receivers_time_out_and_cancel_reach_the_holder(fabric: Fabric, local: Local) -> None:
+    with PeerProcess("holder", **fabric.config) as holder:
         assert local.pull(holder.ask("publish", ("warm", (1,), 10.0)), (1,)).future.result(10).status is DONE
         holder.freeze()
         holder.tell("publish", ("late", (1,), 10.0))
@@ -140,9 +102,9 @@ def test_a_receivers_time_out_and_cancel_reach_the_holder(local: Local) -> None:
         assert local.pull(ticket, (5,)).future.result(10).status is DONE
 
 
-def test_a_holders_cancel_and_lease_reach_the_receiver(local: Local) -> None:
+def test_a_holders_cancel_and_lease_reach_the_receiver(fabric: Fabric, local: Local) -> None:
     local.storage.generations()[:] = 1
-    with PeerProcess("receiver", fill=None) as receiver:
+    with PeerProcess("receiver", fill=None, **fabric.config) as receiver:
         blocker = threading.Event()
         local.transceiver._executor.submit(blocker.wait, 20)
         publish = local.transceiver.publish
@@ -162,8 +124,11 @@ def test_a_holders_cancel_and_lease_reach_the_receiver(local: Local) -> None:
         assert second.future.result(1).status is TIMED_OUT
 
 
-def test_a_wrong_secret_is_refused_and_others_go_on(local: Local) -> None:
-    with PeerProcess("holder") as holder, Local(secret=b"a wrong secret of some length") as stranger:
+def test_a_wrong_secret_is_refused_and_others_go_on(fabric: Fabric, local: Local) -> None:
+    with (
+        PeerProcess("holder", **fabric.config) as holder,
+        Local(fabric, secret=b"a wrong secret of some length") as stranger,
+    ):
         ticket = holder.ask("publish", ("t", (1, 2), 10.0))
         outcome = stranger.pull(ticket, (1, 2)).future.result(5)
         assert (outcome.status, "same secret" in outcome.reason) == (FAILED, True)
@@ -171,39 +136,21 @@ def test_a_wrong_secret_is_refused_and_others_go_on(local: Local) -> None:
         assert holder.ask("stats").refused_links == 1
 
 
-def test_a_layout_mismatch_is_refused_by_field(local: Local) -> None:
-    with PeerProcess("holder", layout={"tokens_per_block": 16}) as holder:
+def test_a_layout_mismatch_is_refused_by_field(fabric: Fabric, local: Local) -> None:
+    with PeerProcess("holder", layout={"tokens_per_block": 16}, **fabric.config) as holder:
         outcome = local.pull(holder.ask("publish", ("t", (1,), 10.0)), (1,)).future.result(5)
         assert (outcome.status, "tokens_per_block: 16 here, 8 at the peer" in outcome.reason) == (FAILED, True)
 
 
-def test_where_the_kernel_refuses_cma_blocks_come_over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Refused:
-        def __init__(self, pid: int) -> None:
-            assert pid > 0
-
-        def read(self, *_: object) -> None:
-            raise PermissionError(errno.EPERM, "Operation not permitted")
-
-    monkeypatch.setattr("transceiver.ucx_link.CmaReader", Refused)
-    with PeerProcess("holder") as holder, Local() as local:
-        for turn in range(2):
-            pull = local.pull(holder.ask("publish", (f"t{turn}", (3, 1), 10.0)), (10, 11))
-            outcome = pull.future.result(10)
-            assert (outcome.status, outcome.transport) == (DONE, "ucx/tcp")
-            assert [bytes(local.storage.page(page)) for page in (10, 11)] == holder.ask("pages", (3, 1))
-        assert local.transceiver.links() == {"holder": "ucx/tcp"}
-
-
-@pytest.mark.parametrize(("tls", "head_dim"), [("tcp,cma", 256), ("tcp,cma", 16), ("tcp", 16)])
-def test_two_ranks_of_two_heads_fill_one_of_four(tls: str, head_dim: int) -> None:
+@pytest.mark.parametrize("head_dim", [256, 16])
+def test_two_ranks_of_two_heads_fill_one_of_four(fabric: Fabric, head_dim: int) -> None:
     """Fragments of 16 KiB go straight to their place over cma; small ones, and all over TCP, through staging."""
     layout, whole = {"num_kv_heads": 2, "head_dim": head_dim}, {"num_kv_heads": 4, "head_dim": head_dim}
     shares = [(RankShare(4, Interval(start, start + 2)),) for start in (0, 2)]
     with (
-        PeerProcess("rank0", layout=layout, shares=shares[0], fill=1, ucx_tls=tls) as first,
-        PeerProcess("rank1", layout=layout, shares=shares[1], fill=2, ucx_tls=tls) as second,
-        Local(layout=whole, shares=(RankShare(4, Interval(0, 4)),), ucx_tls=tls) as local,
+        PeerProcess("rank0", layout=layout, shares=shares[0], fill=1, **fabric.config) as first,
+        PeerProcess("rank1", layout=layout, shares=shares[1], fill=2, **fabric.config) as second,
+        Local(fabric, layout=whole, shares=(RankShare(4, Interval(0, 4)),)) as local,
     ):
         tickets = [rank.ask("publish", ("t", (3, 1, 2), 10.0)) for rank in (first, second)]
         pulls = [local.pull(ticket, (7, 5, 6)) for ticket in tickets]
@@ -216,8 +163,8 @@ def test_two_ranks_of_two_heads_fill_one_of_four(tls: str, head_dim: int) -> Non
             assert bytes(local.storage.page(page)) == np.concatenate([left, right], axis=2).tobytes()
 
 
-def test_several_holders_at_once(local: Local) -> None:
-    with PeerProcess("a", fill=1) as a, PeerProcess("b", fill=2) as b:
+def test_several_holders_at_once(fabric: Fabric, local: Local) -> None:
+    with PeerProcess("a", fill=1, **fabric.config) as a, PeerProcess("b", fill=2, **fabric.config) as b:
         pulls = []
         for turn in range(6):
             holder = (a, b)[turn % 2]
@@ -229,16 +176,16 @@ def test_several_holders_at_once(local: Local) -> None:
             assert mine == holder.ask("pages", (turn, turn + 10))
 
 
-def test_nobody_listens(local: Local) -> None:
+def test_nobody_listens(fabric: Fabric, local: Local) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    ticket = GrantTicket(f"ucx://127.0.0.1:{port}", "t", bytes(32), 8, 1)
+    ticket = GrantTicket(f"{local.transceiver.address.partition(':')[0]}://127.0.0.1:{port}", "t", bytes(32), 8, 1)
     assert local.pull(ticket, (1,), timeout_s=5).future.result(6).status is FAILED
 
 
-def test_close_leaves_no_thread_and_no_port() -> None:
-    with PeerProcess("holder") as holder, Local() as local:
+def test_close_leaves_no_thread_and_no_port(fabric: Fabric) -> None:
+    with PeerProcess("holder", **fabric.config) as holder, Local(fabric) as local:
         assert local.pull(holder.ask("publish", ("t", (1,), 10.0)), (1,)).future.result(10).status is DONE
         assert holder.ask("close") == ["MainThread", "commands"]
         port = int(holder.address.rpartition(":")[2])

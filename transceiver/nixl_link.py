@@ -1,0 +1,101 @@
+"""One peer of the NIXL transport: a TCP connection for messages, a NIXL agent for reads."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from transceiver.control_socket import ControlSocket
+from transceiver.errors import LinkClosedError, TransceiverError
+from transceiver.transport import ReadBatch, RemoteRegion
+
+if TYPE_CHECKING:
+    from transceiver.nixl_transport import NixlTransport
+
+__all__ = ["NixlLink", "NixlRead", "NixlRemoteRegion", "pack_region_key", "unpack_region_key"]
+
+_KEY_HEAD = struct.Struct("<BI")  # 0 host memory, 1 device memory; device number; the agent's metadata follows
+_KINDS = ("DRAM", "VRAM")
+
+
+def pack_region_key(memory: str, device: int, metadata: bytes) -> bytes:
+    """What a peer needs to read a region: the kind of memory and the metadata of the agent that registered it."""
+    return _KEY_HEAD.pack(_KINDS.index(memory), device) + metadata
+
+
+def unpack_region_key(key: bytes) -> tuple[str, int, bytes]:
+    """Inverse of `pack_region_key`. Raises TransceiverError for bytes that are not a key."""
+    if len(key) <= _KEY_HEAD.size or key[0] >= len(_KINDS):
+        raise TransceiverError("this memory key is not for the nixl transport")
+    kind, device = _KEY_HEAD.unpack_from(key)
+    return _KINDS[kind], device, key[_KEY_HEAD.size :]
+
+
+@dataclass(frozen=True, slots=True)
+class NixlRemoteRegion:
+    """A peer's registered memory; `agent` is its name as NIXL knows it."""
+
+    address: int
+    nbytes: int
+    memory: str
+    device: int
+    agent: str
+
+
+@dataclass(slots=True, eq=False)
+class NixlRead:
+    """A batch under way. `scratch` is the registration made for it alone, if there is one."""
+
+    link: NixlLink
+    token: object
+    handle: Any
+    state: str
+    scratch: Any = None
+    error: str | None = None
+
+
+@dataclass(slots=True, eq=False)
+class NixlLink:
+    """Implements `Link`."""
+
+    owner: NixlTransport
+    control: ControlSocket
+    peer: str
+    transport: str = "nixl"
+    direct_read_bytes: int = 64 << 10
+    open: bool = True
+    agents: set[str] = field(default_factory=set)  # names this link has loaded
+
+    def send(self, payload: bytes) -> None:
+        if not self.open:
+            raise LinkClosedError(f"the link to {self.peer} is closed")
+        try:
+            self.control.send(payload)
+        except LinkClosedError as error:
+            self.owner.fail(self)
+            raise LinkClosedError(f"cannot send to {self.peer}: {error}") from error
+        self.owner.sent(self)
+
+    def open_region(self, address: int, nbytes: int, key: bytes) -> RemoteRegion:
+        if not self.open:
+            raise LinkClosedError(f"the link to {self.peer} is closed")
+        memory, device, metadata = unpack_region_key(key)
+        agent = self.owner.fabric.load(self, metadata)
+        return NixlRemoteRegion(address, nbytes, memory, device, agent)
+
+    def get(self, batch: ReadBatch, remote: RemoteRegion, region: int | None, token: object) -> None:
+        if not self.open:
+            raise LinkClosedError(f"the link to {self.peer} is closed")
+        assert isinstance(remote, NixlRemoteRegion)
+        self.owner.start_get(self, batch, remote, region, token)
+
+    def trust(self) -> None:
+        self.control.trust()
+
+    def on_peer_process(self, identity: bytes, probe: int) -> bool:
+        return True
+
+    def close(self) -> None:
+        if self.open:
+            self.owner.drop(self, None)
