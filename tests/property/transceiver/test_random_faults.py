@@ -119,8 +119,8 @@ class RandomFaults(RuleBasedStateMachine):
 
     @rule(side=st.integers(0, 1))
     def forget_cached_blocks(self, side: int) -> None:
-        if not self.sides[side].manager.stats().open_sequences:
-            with self.sides[side].lock:
+        with self.sides[side].lock:
+            if not self.sides[side].manager.stats().open_sequences:
                 self.sides[side].manager.clear()
 
     @rule(
