@@ -139,7 +139,11 @@ class KvCacheManager:
         return [] if match is None else block_provenance(match.node, match.offset, self.layout.tokens_per_block)
 
     def poll_events(self, most: int | None = None) -> list[KvEvent]:
-        """The oldest buffered events, which leave the buffer. Empty when `event_buffer_max_size` is 0."""
+        """The oldest buffered events (at most `most`), which leave the buffer. Empty when `event_buffer_max_size` is
+        0. Raises InvalidSizeError.
+        """
+        if most is not None and most < 0:
+            raise InvalidSizeError(f"poll_events takes 0 or more events, not {most}")
         return [] if self.events is None else self.events.poll(most)
 
     def create(

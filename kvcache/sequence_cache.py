@@ -29,6 +29,7 @@ from kvcache.page_pin import PagePin
 from kvcache.provenance import BlockOrigin, Provenance
 from kvcache.radix_match import Match
 from kvcache.radix_node import Anchor, Rows, Tokens
+from kvcache.radix_path import block_provenance
 from kvcache.suspension import SuspendedPages, bring_back, take_out
 from kvcache.token_buffer import TokenBuffer
 from kvcache.token_ids import checked_tokens
@@ -136,12 +137,18 @@ class SequenceCache:
                 raise InvalidSizeError(
                     f"cannot resize to {num_tokens} tokens: {self.num_computed_tokens} are computed already"
                 )
+            if history is not None and not self.num_computed_tokens <= history <= num_tokens:
+                raise InvalidSizeError(f"history lies in {self.num_computed_tokens} .. {num_tokens}, not {history}")
             sequence_growth.resize(self, num_tokens, history)
 
     # computing
 
     def chunk_end(self, limit: int) -> int:
-        """Where the next chunk of the prompt must end, at most `limit`: recurrent state is kept only at chunk ends."""
+        """Where the next chunk of the prompt must end, at most `limit`: recurrent state is kept only at chunk ends.
+        Raises InvalidSizeError for a limit before the computed tokens' end.
+        """
+        if limit < self.num_computed_tokens:
+            raise InvalidSizeError(f"a chunk cannot end at {limit}: {self.num_computed_tokens} tokens are computed")
         return min([limit, *(point for point in self.points if point > self.num_computed_tokens)])
 
     def append_computed(
@@ -168,7 +175,8 @@ class SequenceCache:
             if self.sources or self.state_sources:
                 raise InvalidSizeError("call resize before the first append_computed: matched pages are not copied yet")
             self._tokens.put(self.num_computed_tokens, tokens)
-            self._note_origin(origin, worker)
+            if len(tokens):
+                self._note_origin(origin, worker)
             self.num_computed_tokens = end
             if (blocks := -(-end // self._shape.block)) > self.counted_blocks:
                 count_blocks(self, blocks, origin)
@@ -181,8 +189,11 @@ class SequenceCache:
         turn = 0 if self.conversation is None else self.conversation.completed + 1
         computed_by = self._manager.worker_id if worker is None else worker
         made = Provenance(origin, computed_by, self.request_id, turn)
+        block = self.num_computed_tokens // self._shape.block
+        if self._origins and self._origins[-1][1] != made and self._origins[-1][0] == block:
+            self._origins.pop()  # a block of two origins is said to come from where its last tokens do
         if not self._origins or self._origins[-1][1] != made:
-            self._origins.append((self.num_computed_tokens // self._shape.block, made))
+            self._origins.append((block, made))
 
     def origins_from(self, block: int) -> list[tuple[int, Provenance]]:
         """Provenance of the blocks from `block` on, with indices counted from there."""
@@ -263,7 +274,8 @@ class SequenceCache:
         block = self._shape.block
         end = self.num_computed_tokens if end_token is None else end_token
         if not 0 <= start_token <= end or -(-end // block) > self.blocks:
-            raise InvalidSizeError(f"tokens {start_token}..{end} are not within 0..{self.capacity_tokens}")
+            uncopied = ": call resize first, the matched part of a block is not copied yet" if self.sources else ""
+            raise InvalidSizeError(f"tokens {start_token}..{end} are not within 0..{self.capacity_tokens}{uncopied}")
         generations = self._manager.storage.generations(group)
         if group in self._shape.recurrent:
             held = group in self.state_pages and end > 0
@@ -321,6 +333,9 @@ class SequenceCache:
             return
         if self.sources:
             return  # not copied yet: the lock stays, and with it the matched path
+        mine = self._origins[0][0] if self._origins else self.blocks
+        matched = block_provenance(self.lock.node, self.lock.offset, self._shape.block)
+        self._origins[:0] = [(one.first, one.provenance) for one in matched if one.first < mine]
         shared = ~self.owned[: self.blocks]
         for row in self._shape.full_rows:
             self._manager.pools[self._shape.attention[row]].hold(self.rows[row, : self.blocks][shared])

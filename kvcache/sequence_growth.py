@@ -48,7 +48,7 @@ def _provide(sequence: SequenceCache, num_tokens: int, history: int | None) -> N
     firsts = _first_new_blocks(sequence, sequence.num_computed_tokens if history is None else history)
     need = _need(sequence, blocks, firsts)
     manager.check_fits(num_tokens, blocks, [blocks - first for first in firsts])
-    if any(need.values()):
+    if blocks > sequence.blocks or any(need.values()):
         manager.reserve(need)
         _take(sequence, blocks, firsts, need)
     _copy_sources(sequence)
@@ -101,8 +101,9 @@ def _copy_sources(sequence: SequenceCache) -> None:
     if sequence.sources:
         index = sequence.num_reused_tokens // shape.block
         for row, group in enumerate(shape.attention):
-            if sequence.sources[row] >= 0:
-                manager.copy_page(sequence.sources[row], int(sequence.rows[row, index]), group)
+            target = int(sequence.rows[row, index])
+            if sequence.sources[row] >= 0 and target >= 0:  # a window's block may be out of its range by the history
+                manager.copy_page(sequence.sources[row], target, group)
     for group, page in sequence.state_sources.items():
         manager.copy_page(page, sequence.state_pages[group], group)
     sequence.let_sources_go()

@@ -22,12 +22,16 @@ Tokens = NDArray[np.int32]
 
 
 def pattern_layout(
-    tokens_per_block: int, *, windows: Sequence[int] = (), recurrent: int = 0, full: bool = True
+    tokens_per_block: int, *, windows: Sequence[int] = (), recurrent: int = 0, full: bool = True, mla: bool = False
 ) -> KvLayout:
-    """A layout of four bytes a token and life cycle: full attention, the given windows, `recurrent` state groups."""
+    """A layout of four bytes a token and life cycle: full attention, MLA latent, the given windows, `recurrent` state
+    groups, in this order.
+    """
     groups: list[LayerGroup] = []
     if full:
         groups.append(LayerGroup(LifeCycleKind.FULL, (0,), 1, 4, "uint8", 1))
+    if mla:
+        groups.append(LayerGroup(LifeCycleKind.MLA, (len(groups),), 1, 4, "uint8", 1))
     for window in windows:
         groups.append(LayerGroup(LifeCycleKind.SLIDING, (len(groups),), 1, 4, "uint8", 1, window=window))
     for _ in range(recurrent):

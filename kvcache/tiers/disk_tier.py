@@ -60,21 +60,28 @@ class DiskTier:
             self.forget(oldest)
             gone.append(oldest)
         target = self.path(block.key, block.scope)
-        temporary = target.with_suffix(".tmp")
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_bytes(block.encode())
-            temporary.replace(target)
+            self._write(target, block.encode())
         except OSError as error:
             self.errors += 1
             self._paused_until = self._clock() + _PAUSE_S
             _LOG.warning("disk tier: cannot write %s (%s): no writes for %.0f s", target, error, _PAUSE_S)
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
             return [*gone, block.key]
         self._sizes[block.key] = (size, block.scope)
         self.used_bytes += size
         return gone
+
+    def _write(self, target: Path, data: bytes) -> None:
+        """All of it or no file at all."""
+        temporary = target.with_suffix(".tmp")
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_bytes(data)
+            temporary.replace(target)
+        except OSError:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
 
     def take(self, key: bytes, scope: bytes) -> TierBlock | None:
         """Read a block and remove its file; None when it is not there, unreadable or not what it was."""

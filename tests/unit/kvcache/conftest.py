@@ -25,6 +25,8 @@ class Bench:
         pages: int = 64,
         windows: Sequence[int] = (),
         recurrent: int = 0,
+        full: bool = True,
+        mla: bool = False,
         policy: str = "per_conversation",
         turns: int = 1,
         clock: Callable[[], float] = lambda: 0.0,
@@ -34,7 +36,7 @@ class Bench:
         if policy == "per_conversation":
             reuse["max_num_turns"] = turns  # type: ignore[assignment]
         reuse["enable_branch_snapshot"] = bool(config.pop("enable_branch_snapshot", False))  # type: ignore[assignment]
-        self.layout = pattern_layout(block, windows=windows, recurrent=recurrent)
+        self.layout = pattern_layout(block, windows=windows, recurrent=recurrent, full=full, mla=mla)
         self.storage = BytesPageStorage(self.layout, [pages] * len(self.layout.groups))
         settings = KvCacheConfig(tokens_per_block=block, block_reuse_config=BlockReuseConfig(**reuse), **config)  # type: ignore[arg-type]
         self.manager = KvCacheManager(self.layout, settings, self.storage, clock=clock)

@@ -103,3 +103,33 @@ def test_provenance_survives_a_split(bench):
         found = b.manager.provenance(np.array([*prompt, 1], dtype=np.int32))
         assert [p.provenance.request_id for p in found if p.last > p.first][-1] == requests[-1]
         assert (found[0].first, found[-1].last) == (0, 4)
+
+
+def test_a_block_of_two_origins_has_one(bench):
+    """The block is said to come from where its last tokens do."""
+    b = bench(policy="per_request")
+    cache = b.start(range(12))
+    cache.resize(12)
+    for end, origin in ((2, BlockOrigin.CTX_TO_GEN), (3, BlockOrigin.PULLED), (6, BlockOrigin.COMPUTED)):
+        tokens = cache.tokens(cache.num_computed_tokens, end)
+        b.model.compute(cache, tokens)
+        cache.append_computed(tokens, origin=origin)
+    cache.append_computed(np.zeros(0, dtype=np.int32), origin=BlockOrigin.GEN_TO_CTX)  # no token, no origin
+    b.compute(cache, range(6, 12), end=True)
+    cache.end_turn()
+    cache.close()
+    found = b.manager.provenance(np.arange(13, dtype=np.int32))
+    assert [(p.first, p.last, p.provenance.origin) for p in found] == [(0, 3, BlockOrigin.COMPUTED)]
+
+
+def test_provenance_of_matched_blocks_outlives_a_cleared_cache(bench):
+    b = bench(policy="per_request")
+    b.turn(range(8))
+    cache = b.start([*range(8), 50, 51])
+    b.compute(cache, [50])
+    b.manager.clear()
+    b.compute(cache, [51], end=True)
+    cache.end_turn()
+    cache.close()
+    found = b.manager.provenance(np.array([*range(8), 50, 51, 1], dtype=np.int32))
+    assert [(p.first, p.last, p.provenance.request_id) for p in found] == [(0, 2, "r1"), (2, 3, "r2")]

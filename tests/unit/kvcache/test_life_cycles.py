@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvcache import KvCacheConfig, NeverFitsError
+from kvcache import InvalidSizeError, KvCacheConfig, NeverFitsError
 from kvcache.config import RecurrentStateConfig
 from kvcache.drop_handle import plan_drop
 from kvcache.live_range import first_live_block
@@ -383,3 +383,30 @@ def test_state_of_a_transfer_needs_only_the_live_range(bench):
     cache.end_turn()
     cache.close()
     assert b.probe([*range(40), 1]) == 40
+
+
+def test_a_partial_match_out_of_the_window_of_the_history_is_not_copied(bench):
+    b = bench(windows=(8,), policy="per_request")
+    b.turn(range(10))
+    cache = b.start([*range(10), *range(50, 80)])
+    assert cache.num_reused_tokens == 10
+    cache.resize(40, history=40)  # the window's block 2, matched in part, is stale by then: it gets no page
+    assert (cache.pages(1) >= 0).tolist() == [True] * 2 + [False] * 6 + [True] * 2
+    rest = np.arange(50, 80, dtype=np.int32)
+    b.model.compute(cache, rest)
+    cache.append_computed(rest, end_of_prompt=True)
+    b.check(cache)
+    cache.end_turn()
+    cache.close()
+    assert b.probe([*range(10), *range(50, 80), 1]) == 40
+
+
+@pytest.mark.parametrize("history", [-1, 3, 9])
+def test_a_history_that_cannot_be(bench, history):
+    b = bench(windows=(8,))
+    b.turn(range(4), "c")
+    cache = b.start([*range(4), 50, 51, 52, 53], "c")
+    with pytest.raises(InvalidSizeError, match=r"4 \.\. 8"):
+        cache.resize(8, history=history)
+    assert (cache.capacity_tokens, cache.blocks) == (4, 1)
+    cache.close()
