@@ -29,6 +29,7 @@ class AttemptContext:
     """What every attempt works with.
 
     max_local_prefill_length  at most so many uncached tokens are prefilled on a generation worker that has the rest
+    pipeline_from  prompts of more tokens are pulled while they are computed; None = never
     release  withdraws a worker's grant in the background
     """
 
@@ -38,6 +39,7 @@ class AttemptContext:
     metrics: ServeMetrics
     aggregated: bool
     max_local_prefill_length: int
+    pipeline_from: int | None
     release: Callable[[WorkerHandle, str], None]
 
 
@@ -72,16 +74,45 @@ class Attempt:
                 await self._decode(generation, None, None)
                 return
             async with dispatcher.worker(WorkerRole.CONTEXT, request) as context:
-                token, ticket = await self._prefill(context)
+                try:
+                    if self._is_pipelined():
+                        ticket = await self._prefill_and_receive(context, generation)
+                    else:
+                        ticket = await self._prefill(context)
+                except asyncio.CancelledError:
+                    await context.give_up(self._engine_request.request_id)
+                    raise
             if ticket is None:
                 return
-            handed = self._engine_request
-            self._engine_request = replace(handed, first_token_ids=(*handed.first_token_ids, token))
             try:
-                await self._decode(generation, context, ticket)
+                await self._decode(generation, context, None if self._is_pipelined() else ticket)
             except BaseException:
-                await context.give_up(handed.request_id)
+                await context.give_up(self._engine_request.request_id)
                 raise
+
+    def _is_pipelined(self) -> bool:
+        limit = self._with.pipeline_from
+        return limit is not None and len(self._request.prompt_ids) > limit
+
+    async def _prefill_and_receive(self, context: WorkerHandle, generation: WorkerHandle) -> GrantTicket | None:
+        """`_prefill`, while the generation worker pulls the blocks that are computed already."""
+        request = self._engine_request
+        receiving = asyncio.ensure_future(generation.receive(request, await context.offer(request)))
+        try:
+            ticket = await self._prefill(context)
+            if ticket is None:  # the answer has ended: nobody decodes
+                return None
+            started = time.monotonic()
+            self._note_transfer(generation, await receiving, time.monotonic() - started)
+            return ticket
+        except BaseException:
+            await context.give_up(request.request_id)
+            ticket = None
+            raise
+        finally:
+            if ticket is None:
+                await generation.give_up(request.request_id)
+                await asyncio.gather(receiving, return_exceptions=True)
 
     async def _prefers_local_prefill(self, generation: WorkerHandle) -> bool:
         """Conditional disaggregation: the generation side has most of the prompt, the rest is short."""
@@ -91,14 +122,10 @@ class Attempt:
         cached = await generation.probe(self._request.prompt_ids[:-1], self._request.cache_salt)
         return cached > 0 and len(self._request.prompt_ids) - cached <= limit
 
-    async def _prefill(self, context: WorkerHandle) -> tuple[int, GrantTicket | None]:
+    async def _prefill(self, context: WorkerHandle) -> GrantTicket | None:
         """The prompt's KV and the first token, on a context worker. No ticket = the answer ended with that token."""
         request, usage = self._request, self._stream.usage
-        try:
-            prefill = await self._with.loans.prefill(context, self._engine_request)
-        except asyncio.CancelledError:
-            await context.give_up(self._engine_request.request_id)
-            raise
+        prefill = await self._with.loans.prefill(context, self._engine_request)
         prompt_tokens = len(request.prompt_ids)
         cached = min(prefill.cached_tokens, prompt_tokens)
         pulled = min(prefill.pulled_tokens, prompt_tokens - cached)
@@ -115,10 +142,15 @@ class Attempt:
         self._stream.emit((prefill.token_id,))
         if prefill.ticket is None:
             self._close_turn(context, None, None, prefill.finish_reason)
-        return prefill.token_id, prefill.ticket
+        known = self._engine_request.first_token_ids
+        self._engine_request = replace(self._engine_request, first_token_ids=(*known, prefill.token_id))
+        return prefill.ticket
 
     async def _decode(self, generation: WorkerHandle, context: WorkerHandle | None, ticket: GrantTicket | None) -> None:
-        """The rest of the answer on a generation worker, which pulls the blocks it lacks under `ticket` first."""
+        """The rest of the answer on a generation worker, which pulls the blocks it lacks under `ticket` first.
+
+        Without a ticket it has received them, or computes the prompt itself.
+        """
         stream, request_id = self._stream, self._engine_request.request_id
         stream.note(gen_worker=generation.worker_id)
         generation.open_stream(request_id)

@@ -46,6 +46,7 @@ class OrchestratorSettings:
     recovery_s   how long a request waits for a worker of a role to come back before it is refused
     backflow_wait_s  how long a continuing turn waits for the blocks of the last answer
     tokens_per_block, prefix_pull  block size of every worker, and whether a prefill may pull from whoever holds blocks
+    pipeline_from  prompts of more tokens (one prefill step) are handed over while they are computed; None = never
     """
 
     max_queued_requests: int = 256
@@ -55,6 +56,7 @@ class OrchestratorSettings:
     backflow_wait_s: float = 5.0
     tokens_per_block: int = 32
     prefix_pull: bool = True
+    pipeline_from: int | None = None
 
 
 class Orchestrator:
@@ -76,6 +78,7 @@ class Orchestrator:
             metrics=self.metrics,
             aggregated=bool(fleet.of_role(WorkerRole.AGGREGATED)),
             max_local_prefill_length=settings.max_local_prefill_length,
+            pipeline_from=settings.pipeline_from,
             release=lambda worker, request_id: self._spawn(worker.let_go(request_id)),
         )
         self._streams: dict[asyncio.Task[None], ServeStream] = {}

@@ -133,6 +133,8 @@ class Scheduler:
             reaches_prompt_end = row.start < sequence.num_prompt_tokens <= row.start + len(row.token_ids)
             sequence.cache.append_computed(row.token_ids, end_of_prompt=reaches_prompt_end)
             if token is None or sequence.stop_requested is not None:
+                if sequence.reports_chunks:
+                    self._events.append(SequenceEvent(sequence))
                 continue
             sequence.append(token)
             self.stats.sampled_tokens += 1

@@ -22,6 +22,7 @@ class Sequence:
     decode_limit  stop after that many tokens sampled *here* (1 on a context worker), or None
     cache         an open cache that holds what was pulled for the request, or None to match at admission
     prefilled     `cache` holds the whole prompt; the newest known token was sampled by a context worker
+    reports_chunks  every computed chunk is an event, also one that ends with no token
     """
 
     def __init__(
@@ -33,9 +34,11 @@ class Sequence:
         decode_limit: int | None = None,
         cache: SequenceCache | None = None,
         prefilled: bool = False,
+        reports_chunks: bool = False,
     ) -> None:
         known = request.known_ids
         self.request = request
+        self.reports_chunks = reports_chunks
         self.cache = cache
         self.num_prompt_tokens = len(known) - 1 if prefilled else len(known)
         self.num_reused_tokens: int | None = cache.num_reused_tokens if cache is not None else None

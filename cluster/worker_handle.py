@@ -128,6 +128,14 @@ class WorkerHandle:
         result: PrefillResult | CacheShortfall = await self._call("prefill", request, loan, expected_tokens)
         return result
 
+    async def offer(self, request: EngineRequest) -> GrantTicket:
+        ticket: GrantTicket = await self._call("offer", request)
+        return ticket
+
+    async def receive(self, request: EngineRequest, ticket: GrantTicket) -> Admission:
+        result: Admission = await self._call("receive", request, ticket)
+        return result
+
     async def lend(self, request: EngineRequest) -> PrefixLoan | None:
         loan: PrefixLoan | None = await self._call("lend", request)
         return loan

@@ -70,7 +70,8 @@ def _spec(config: ClusterConfig, role: WorkerRole, section: ServerSectionConfig,
 def make_orchestrator(config: ClusterConfig, fleet: Fleet) -> Orchestrator:
     """An orchestrator with the configuration's routers and limits over a fleet."""
     tokens_per_block = config.kv_cache_config.tokens_per_block
-    pull = config.context_servers.cache_transceiver_config.kv_prefix_pull
+    context = config.context_servers
+    pipelined = context.cache_transceiver_config.enable_pipelined_transfer
     return Orchestrator(
         fleet,
         make_router(config.context_servers.router, tokens_per_block=tokens_per_block),
@@ -80,7 +81,8 @@ def make_orchestrator(config: ClusterConfig, fleet: Fleet) -> Orchestrator:
             max_retries=config.max_retries,
             max_local_prefill_length=config.conditional_disagg_config.max_local_prefill_length,
             tokens_per_block=tokens_per_block,
-            prefix_pull=pull is not BackflowMode.OFF,
+            prefix_pull=context.cache_transceiver_config.kv_prefix_pull is not BackflowMode.OFF,
+            pipeline_from=context.engine.max_num_tokens if pipelined else None,
         ),
     )
 

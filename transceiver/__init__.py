@@ -5,6 +5,7 @@ Knows block ranges, pages and peers; knows no scheduler, no Ray, no text. The tr
 
 from __future__ import annotations
 
+from transceiver.chunking import held_back
 from transceiver.config import BackflowMode, CacheTransceiverConfig, TransceiverBackend
 from transceiver.errors import (
     HandshakeRefusedError,
@@ -50,5 +51,6 @@ __all__ = [
     "TransferStatus",
     "TransportUnavailableError",
     "WireFormatError",
+    "held_back",
     "sources_of",
 ]

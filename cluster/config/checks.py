@@ -85,17 +85,11 @@ def _check_role(section: ServerSectionConfig, limits: ModelLimits | None) -> lis
         )
     transceiver = section.cache_transceiver_config
     policy = cache.block_reuse_config.policy
-    if transceiver.enable_pipelined_transfer and policy != ReusePolicy.ALL_REUSABLE:
+    if transceiver.enable_pipelined_transfer and cache.enable_block_reuse and policy != ReusePolicy.ALL_REUSABLE:
         refuse(
             "cache_transceiver_config.enable_pipelined_transfer",
             f"prompt chunks cannot be sent ahead when the policy {policy.value} publishes them at the prompt's end",
-            "write false",
-        )
-    elif transceiver.enable_pipelined_transfer:
-        refuse(
-            "cache_transceiver_config.enable_pipelined_transfer",
-            "the cluster does not send prompt chunks ahead yet (the transceiver alone can)",
-            "write false",
+            "write false, or kv_cache_config.block_reuse_config.policy: all_reusable",
         )
     tensor, pipeline = section.tensor_parallel_size, section.pipeline_parallel_size
     for heads in sorted(set(limits.num_kv_heads)) if limits is not None else ():

@@ -267,6 +267,7 @@ class BaseWorker:
         decode_limit: int | None = None,
         cache: SequenceCache | None = None,
         prefilled: bool = False,
+        reports_chunks: bool = False,
     ) -> Sequence:
         return Sequence(
             request,
@@ -275,6 +276,7 @@ class BaseWorker:
             decode_limit=decode_limit,
             cache=cache,
             prefilled=prefilled,
+            reports_chunks=reports_chunks,
         )
 
     def _fetch(self, cache: SequenceCache, origin: BlockOrigin) -> KvFetch:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.errors import EngineFailedError, PromptTooLongError
+from cluster.errors import EngineFailedError, NotReadyError, PromptTooLongError, TransferFailedError
 from cluster.request import EngineRequest, FinishReason, conversation_key
 from cluster.scheduler import SequenceEvent
 from cluster.sequence import Sequence
@@ -23,6 +24,8 @@ from transceiver import BackflowMode, GrantTicket, TransferOutcome, TransferStat
 from transceiver.testing import FaultInjector
 
 __all__ = ["ContextWorker"]
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,14 @@ class ContextWorker(BaseWorker):
         self._backflow = BackflowPolicy()
         self._prefills: dict[str, asyncio.Future[SequenceEvent]] = {}
 
+    async def offer(self, request: EngineRequest) -> GrantTicket:
+        """Grant a prompt's blocks before they are computed: `prefill` of the same request adds them chunk by chunk.
+
+        Needs enable_pipelined_transfer. Raises NotReadyError when too many grants are open.
+        """
+        self._check_engine()
+        return self._grants.open_ended(request)
+
     async def prefill(
         self, request: EngineRequest, loan: PrefixLoan | None = None, expected_tokens: int = 0
     ) -> PrefillResult | CacheShortfall:
@@ -51,7 +62,7 @@ class ContextWorker(BaseWorker):
         expected_tokens  without a loan: with less of the prompt than that in the cache, do nothing and say so
 
         Raises PromptTooLongError when the prompt can never fit, EngineFailedError when the model failed or the
-        request was aborted.
+        request was aborted, TransferFailedError when what was offered of it could not stay.
         """
         self._check_engine()
         started = time.monotonic()
@@ -67,7 +78,8 @@ class ContextWorker(BaseWorker):
                     with self.engine.lock:
                         pulled.cache.close()
                 raise EngineFailedError("the prefill was aborted")
-            sequence = self._new_sequence(request, decode_limit=1, cache=pulled.cache)
+            offered = self._grants.is_growing(request.request_id)
+            sequence = self._new_sequence(request, decode_limit=1, cache=pulled.cache, reports_chunks=offered)
             event = await self._run(sequence)
             if event.finish_reason not in (FinishReason.HANDOFF, FinishReason.STOP, FinishReason.LENGTH):
                 kind = PromptTooLongError if event.never_fits else EngineFailedError
@@ -75,6 +87,8 @@ class ContextWorker(BaseWorker):
             ticket = self._finish_prefill(sequence, event.finish_reason)
         finally:
             self._live.end(request.request_id)
+            if self._grants.is_growing(request.request_id):  # it was not computed to its end
+                self._grants.withdraw(request.request_id)
         prompt_tokens = sequence.num_tokens - 1
         cached = sequence.num_reused_tokens or 0
         return PrefillResult(
@@ -126,7 +140,13 @@ class ContextWorker(BaseWorker):
                 if reason is not FinishReason.HANDOFF:
                     return None
                 assert sequence.cache is not None
+                if sequence.reports_chunks:
+                    return self._grants.extend(sequence.request_id, sequence.cache, sequence.num_tokens - 1, last=True)
                 return self._grants.give(sequence.request, sequence.cache, sequence.num_tokens - 1)
+            except NotReadyError as error:
+                if not sequence.reports_chunks:
+                    raise
+                raise TransferFailedError(error.message) from error
             finally:
                 sequence.close_cache()
 
@@ -240,9 +260,21 @@ class ContextWorker(BaseWorker):
         finally:
             self._prefills.pop(sequence.request_id, None)
 
+    def _chunk_computed(self, sequence: Sequence) -> None:
+        """A chunk of a prompt that was offered stands in its pages."""
+        with self.engine.lock:
+            cache = sequence.cache
+            if cache is None or not self._grants.is_growing(sequence.request_id):
+                return
+            try:
+                self._grants.extend(sequence.request_id, cache, cache.num_computed_tokens, last=False)
+            except NotReadyError as error:
+                log.info("%s", error.message)
+
     def _on_events(self, events: list[SequenceEvent]) -> None:
         for event in events:
             if event.finish_reason is None:
+                self._chunk_computed(event.sequence)
                 continue
             future = self._prefills.get(event.sequence.request_id)
             if future is not None and not future.done():

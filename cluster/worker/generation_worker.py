@@ -34,6 +34,7 @@ class GenerationWorker(BaseWorker):
         self._deltas: list[OutputDelta] = []
         self._has_deltas = asyncio.Event()
         self._admission_turn = asyncio.Lock()
+        self._received: dict[str, SequenceCache] = {}
         self._pages_freed = asyncio.Event()
 
     async def attach(self) -> int:
@@ -46,28 +47,54 @@ class GenerationWorker(BaseWorker):
     async def generate(self, request: EngineRequest, ticket: GrantTicket | None = None) -> Admission:
         """Take a request: pull the blocks this side lacks, then decode; its tokens come out of `drain_outputs`.
 
+        Without a ticket what `receive` pulled for the request is taken, or else the whole prompt is computed here.
         Returns once the request is queued for decoding, or once its transfer has failed (then nothing of it is left
         here). Raises PromptTooLongError, NotReadyError (no pages within the transfer time-out), EngineFailedError.
         """
         self._check_engine()
-        self._live.begin(request.request_id)
-        try:
-            if ticket is None:
-                self.engine.submit(self._new_sequence(request))
-                return Admission(AdmissionStatus.RUNNING, 0, 0, 0, None)
-            admission = await self._admit(request, ticket)
-        except BaseException:
-            self._live.end(request.request_id)
-            raise
-        if admission.status is AdmissionStatus.TRANSFER_FAILED:
-            self._live.end(request.request_id)
+        received = self._received.pop(request.request_id, None)
+        if ticket is None:
+            self._live.begin(request.request_id)
+            self.engine.submit(self._new_sequence(request, cache=received, prefilled=received is not None))
+            return Admission(AdmissionStatus.RUNNING, 0, 0, 0, None)
+        # the newest known token was sampled, its KV is computed here
+        admission, cache = await self._take_prompt(request, ticket, len(request.known_ids) - 1)
+        if cache is not None:
+            self.engine.submit(self._new_sequence(request, cache=cache, prefilled=True))
         return admission
 
-    async def _admit(self, request: EngineRequest, ticket: GrantTicket) -> Admission:
+    async def receive(self, request: EngineRequest, ticket: GrantTicket) -> Admission:
+        """Pull the blocks of a prompt while a context worker computes it. `generate` or `abort` must follow.
+
+        Returns when all are here, or when the transfer has failed (then nothing of it is left here). Raises what
+        `generate` raises.
+        """
+        self._check_engine()
+        admission, cache = await self._take_prompt(request, ticket, len(request.known_ids))
+        if cache is not None:
+            self._received[request.request_id] = cache
+        return admission
+
+    async def _take_prompt(
+        self, request: EngineRequest, ticket: GrantTicket, num_tokens: int
+    ) -> tuple[Admission, SequenceCache | None]:
+        """Fill a new cache with the request's first `num_tokens` tokens. The request is live if there is a cache."""
+        self._live.begin(request.request_id)
+        cache = None
+        try:
+            admission, cache = await self._pull_prompt(request, ticket, num_tokens)
+            return admission, cache
+        finally:
+            if cache is None:
+                self._live.end(request.request_id)
+
+    async def _pull_prompt(
+        self, request: EngineRequest, ticket: GrantTicket, num_tokens: int
+    ) -> tuple[Admission, SequenceCache | None]:
         timeout_s = self.spec.transceiver.kv_transfer_timeout_ms / 1000
         known = request.known_ids
-        computed = known[:-1]  # the newest token was sampled, its KV is computed here
-        cache = await self._open_cache(request, known, timeout_s)
+        computed = known[:num_tokens]
+        cache = await self._open_cache(request, known, num_tokens, timeout_s)
         cached = cache.num_reused_tokens
         fetch = self._fetch(cache, BlockOrigin.CTX_TO_GEN)
         try:
@@ -86,10 +113,9 @@ class GenerationWorker(BaseWorker):
             self._pulls.pop(request.request_id, None)
         if self._live.is_aborted(request.request_id) or not result.arrived:
             self._close_when_idle(cache, fetch)
-            return Admission(AdmissionStatus.TRANSFER_FAILED, cached, 0, 0, result.outcome)
+            return Admission(AdmissionStatus.TRANSFER_FAILED, cached, 0, 0, result.outcome), None
         self.repaired_blocks += result.damaged_blocks
-        self.engine.submit(self._new_sequence(request, cache=cache, prefilled=True))
-        return _admission(len(computed), cached, result)
+        return _admission(num_tokens, cached, result), cache
 
     async def drain_outputs(self, session: int, max_wait_s: float = 5.0) -> list[OutputDelta]:
         """All deltas since the last call, waiting up to `max_wait_s` for the first. One caller at a time.
@@ -118,9 +144,27 @@ class GenerationWorker(BaseWorker):
     async def abort(self, request_id: str) -> None:
         """See BaseWorker."""
         await super().abort(request_id)
+        self._drop_received(request_id)
         self._pages_freed.set()  # it may be waiting for pages
 
-    async def _open_cache(self, request: EngineRequest, known: NDArray[np.int32], timeout_s: float) -> SequenceCache:
+    async def close(self) -> None:
+        """See BaseWorker."""
+        for request_id in list(self._received):
+            self._drop_received(request_id)
+        await super().close()
+
+    def _drop_received(self, request_id: str) -> None:
+        """What was pulled for a request will not be used."""
+        cache = self._received.pop(request_id, None)
+        if cache is not None:
+            self._live.end(request_id)
+            with self.engine.lock:
+                cache.close()
+            self.engine.wake()
+
+    async def _open_cache(
+        self, request: EngineRequest, known: NDArray[np.int32], num_tokens: int, timeout_s: float
+    ) -> SequenceCache:
         """A cache with room for all KV to come. Requests wait in order of arrival while pages are short.
 
         While it waits it holds nothing: pages that it matched may be just what a running sequence needs to go on.
@@ -130,7 +174,7 @@ class GenerationWorker(BaseWorker):
             while not self._live.is_aborted(request.request_id):
                 self._pages_freed.clear()
                 try:
-                    return self._try_open(request, known)
+                    return self._try_open(request, known, num_tokens)
                 except NeverFitsError as error:
                     raise PromptTooLongError(str(error)) from error
                 except OutOfPagesError as error:
@@ -140,7 +184,7 @@ class GenerationWorker(BaseWorker):
                 await self._wait_for_pages(min(left, 0.25))
         raise EngineFailedError("the request was aborted while it waited for pages")
 
-    def _try_open(self, request: EngineRequest, known: NDArray[np.int32]) -> SequenceCache:
+    def _try_open(self, request: EngineRequest, known: NDArray[np.int32], num_tokens: int) -> SequenceCache:
         with self.engine.lock:
             cache = self.manager.create(
                 request.request_id,
@@ -149,7 +193,7 @@ class GenerationWorker(BaseWorker):
                 conversation_id=conversation_key(request.conversation_id, request.cache_salt),
             )
             try:
-                cache.resize(len(known) - 1)
+                cache.resize(num_tokens)
             except KvCacheError:
                 cache.close()
                 raise

@@ -10,8 +10,8 @@ from typing import Any
 from cluster.engine_loop import EngineLoop
 from cluster.errors import NotReadyError
 from cluster.request import EngineRequest
-from kvcache import PagePin, PinLimitError, ReuseScope, SequenceCache
-from transceiver import CacheTransceiver, GrantTicket, Publication, TransceiverError
+from kvcache import BlockTable, PagePin, PinLimitError, ReuseScope, SequenceCache
+from transceiver import CacheTransceiver, GrantTicket, Publication, TransceiverError, held_back
 
 __all__ = ["Grants"]
 
@@ -39,6 +39,8 @@ class Grants:
         self._lease_s = lease_s
         self._spawn = spawn
         self._open: dict[str, Publication] = {}
+        self._pins: dict[str, PagePin] = {}
+        self._growing: dict[str, tuple[int, SequenceCache | None]] = {}
 
     def __len__(self) -> int:
         return len(self._open)
@@ -53,29 +55,55 @@ class Grants:
         Call with the engine's lock held. The sequence itself may be closed afterwards. Raises NotReadyError when too
         many grants are open.
         """
-        assert self._transceiver is not None  # an aggregated worker has no peers
         groups = range(len(self._engine.manager.layout.groups))
+        pin = self._pin(cache)
         try:
-            pin = cache.pin_for_peer()
-        except PinLimitError as error:
-            raise NotReadyError(f"{self._worker_id} has too many open grants: {error}") from error
-        try:
-            publication = self._transceiver.publish(
-                request.request_id,
-                tuple(cache.block_table(0, num_tokens, group) for group in groups),
-                conversation_id=request.conversation_id,
-                scope=ReuseScope(cache_salt=request.cache_salt).digest(),
-                lease_s=self._lease_s,
-            )
-        except TransceiverError as error:
+            tables = tuple(cache.block_table(0, num_tokens, group) for group in groups)
+            publication = self._publish(request, tables, open_ended=False)
+        except NotReadyError:
             pin.release()
-            raise NotReadyError(f"{self._worker_id} cannot grant its blocks: {error}") from error
-        self._open[request.request_id] = publication
-        self._spawn(self._unpin_when_settled(request.request_id, publication, pin))
+            raise
+        self._pins[request.request_id] = pin
+        return publication.ticket
+
+    def open_ended(self, request: EngineRequest) -> GrantTicket:
+        """Begin a grant that `extend` adds blocks to while they are computed. Raises NotReadyError."""
+        ticket = self._publish(request, (), open_ended=True).ticket
+        self._growing[request.request_id] = (0, None)
+        return ticket
+
+    def is_growing(self, request_id: str) -> bool:
+        """Whether blocks may still be added to the request's grant."""
+        return request_id in self._growing
+
+    def extend(self, request_id: str, cache: SequenceCache, num_tokens: int, *, last: bool) -> GrantTicket:
+        """Add the blocks up to `num_tokens` that are not granted yet: whole ones, and the last one with `last`.
+
+        Until then the sequence must hold its pages; after it they stay pinned until the grant is settled. Groups whose
+        blocks may change before the prompt ends go whole with the last call. Call with the engine's lock held. Raises
+        NotReadyError, the grant withdrawn, when it has ended or the sequence was preempted since the last call.
+        """
+        layout, publication = self._engine.manager.layout, self._open.get(request_id)
+        sent, owner = self._growing.get(request_id, (0, None))
+        if publication is None or cache.suspended is not None or (owner is not None and owner is not cache):
+            self.withdraw(request_id)  # what was granted is gone, or nobody will read it
+            raise NotReadyError(f"{self._worker_id}: the grant ended before its prompt was computed")
+        end = num_tokens if last else num_tokens - num_tokens % layout.tokens_per_block
+        tables = []
+        for group, shape in enumerate(layout.groups):
+            late = held_back(shape, cache.capacity_tokens)
+            if last or not late:
+                tables.append(cache.block_table(0 if late else sent, end, group))
+        self._growing[request_id] = (end, cache)
+        if last:
+            self._pins[request_id] = self._pin(cache)
+            del self._growing[request_id]
+        publication.extend(tuple(tables), last=last)
         return publication.ticket
 
     def withdraw(self, request_id: str) -> None:
         """Nobody will fetch it. Unknown ids are ignored."""
+        self._growing.pop(request_id, None)
         publication = self._open.get(request_id)
         if publication is not None:
             publication.cancel()
@@ -85,12 +113,37 @@ class Grants:
         for request_id in self.ids():
             self.withdraw(request_id)
 
-    async def _unpin_when_settled(self, request_id: str, publication: Publication, pin: PagePin) -> None:
+    def _pin(self, cache: SequenceCache) -> PagePin:
+        try:
+            return cache.pin_for_peer()
+        except PinLimitError as error:
+            raise NotReadyError(f"{self._worker_id} has too many open grants: {error}") from error
+
+    def _publish(self, request: EngineRequest, tables: tuple[BlockTable, ...], *, open_ended: bool) -> Publication:
+        assert self._transceiver is not None  # an aggregated worker has no peers
+        try:
+            publication = self._transceiver.publish(
+                request.request_id,
+                tables,
+                conversation_id=request.conversation_id,
+                scope=ReuseScope(cache_salt=request.cache_salt).digest(),
+                lease_s=self._lease_s,
+                open_ended=open_ended,
+            )
+        except TransceiverError as error:
+            raise NotReadyError(f"{self._worker_id} cannot grant its blocks: {error}") from error
+        self._open[request.request_id] = publication
+        self._spawn(self._unpin_when_settled(request.request_id, publication))
+        return publication
+
+    async def _unpin_when_settled(self, request_id: str, publication: Publication) -> None:
         try:
             outcome = await asyncio.wrap_future(publication.future)
             log.debug("grant of %s: %s %s", request_id, outcome.status, outcome.reason)
         finally:
             self._open.pop(request_id, None)
-            with self._engine.lock:
-                pin.release()
-            self._engine.wake()
+            pin = self._pins.pop(request_id, None)
+            if pin is not None:
+                with self._engine.lock:
+                    pin.release()
+                self._engine.wake()

@@ -198,3 +198,22 @@ async def test_a_turn_on_another_context_worker_pulls_what_the_others_hold():
         alone = await chat(client, "hash", history, cache_salt="nobody else's")
         assert alone["kvferry"]["ctx_pulled_tokens"] == 0
         assert alone["choices"][0]["message"]["content"] == second["choices"][0]["message"]["content"]
+
+
+async def test_a_long_prompt_is_handed_over_while_it_is_computed():
+    long = [user(" ".join(f"{MESSAGE} {i}" for i in range(6)))]
+    reuse = {"tokens_per_block": BLOCK, "max_tokens": 8192, "block_reuse_config": {"policy": "all_reusable"}}
+    pipelined = config(
+        engine={"max_num_tokens": 64},
+        kv_cache_config=reuse,
+        cache_transceiver_config={"enable_pipelined_transfer": True},
+    )
+    async with running_cluster(pipelined) as cluster, client_of(cluster) as client:
+        ahead = await chat(client, "hash", long)
+        moved = ahead["kvferry"]
+        assert moved["transport"].startswith("ucx/")
+        assert moved["transferred_tokens"] >= ahead["usage"]["prompt_tokens"] - 1
+        assert moved["recomputed_tokens"] == ahead["usage"]["prompt_tokens"] > 6 * 64
+    async with running_cluster(config(kv_cache_config=reuse), aggregated=True) as cluster, client_of(cluster) as client:
+        alone = await chat(client, "hash", long)
+    assert alone["choices"][0]["message"]["content"] == ahead["choices"][0]["message"]["content"]

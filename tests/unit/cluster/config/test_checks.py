@@ -33,9 +33,14 @@ def test_the_defaults_are_fine() -> None:
             ["cache_transceiver_config.enable_pipelined_transfer=true", f"{POLICY}=per_request"],
             ["cache_transceiver_config.enable_pipelined_transfer"],
         ),
+        (["cache_transceiver_config.enable_pipelined_transfer=true"], []),
         (
-            ["cache_transceiver_config.enable_pipelined_transfer=true"],
-            ["cache_transceiver_config.enable_pipelined_transfer"],
+            [
+                "cache_transceiver_config.enable_pipelined_transfer=true",
+                f"{POLICY}=per_request",
+                "kv_cache_config.enable_block_reuse=false",
+            ],
+            [],
         ),
         (["context_servers.tensor_parallel_size=2"], ["context_servers.tensor_parallel_size"] * 2),
         (["context_servers.tensor_parallel_size=3"], ["context_servers.tensor_parallel_size"]),
