@@ -140,7 +140,7 @@ def test_no_warning_escapes_and_max_num_turns_is_accepted_under_any_policy() -> 
             "60000",
         ),
         ("cache_transceiver_config.kv_transfer_timeout_ms=0", "cache_transceiver_config.kv_transfer_timeout_ms", "1"),
-        ("cache_transceiver_config.backend=nccl", "cache_transceiver_config.backend", "ucx, inproc"),
+        ("cache_transceiver_config.backend=nccl", "cache_transceiver_config.backend", "ucx, nixl, inproc"),
         ("server.port=70000", "server.port", "at most 65535"),
         ("server.port=-1", "server.port", "at least 0"),
         ("server.prot=1", "server.prot", "did you mean server.port?"),
