@@ -27,17 +27,19 @@ DIGEST_BYTES = 16
 
 
 def block_digest(storage: PageStorage, group: int, page: int, valid_tokens: int, part: PartView | None = None) -> bytes:
-    """Digest (16 bytes) of the first `valid_tokens` tokens of a host page, or of a part of it; blocks for the hash."""
+    """Digest (16 bytes) of the first `valid_tokens` tokens of a page, or of a part of it; blocks for the hash.
+
+    A page in device memory is copied to the host first.
+    """
     layout = storage.layout
-    view = storage.page(page, group)
+    view = storage.read_page(page, group)
     shape = layout.groups[group]
     if part is not None:
-        return part.digest(np.frombuffer(view, np.uint8), shape, layout.tokens_per_block, valid_tokens)
+        return part.digest(view, shape, layout.tokens_per_block, valid_tokens)
     if shape.kind is LifeCycleKind.RECURRENT or valid_tokens >= layout.tokens_per_block:
-        return xxhash.xxh3_128_digest(view)
-    rows = len(shape.layers) * shape.kv_factor * shape.num_kv_heads
-    tokens = np.frombuffer(view, dtype=np.uint8).reshape(rows, layout.tokens_per_block, -1)
-    return xxhash.xxh3_128_digest(np.ascontiguousarray(tokens[:, :valid_tokens]).data)
+        return xxhash.xxh3_128_digest(np.ascontiguousarray(view).data)
+    tokens = view.reshape(len(shape.layers), shape.kv_factor * shape.num_kv_heads, layout.tokens_per_block, -1)
+    return xxhash.xxh3_128_digest(np.ascontiguousarray(tokens[:, :, :valid_tokens]).data)
 
 
 class DigestCache:

@@ -17,7 +17,7 @@ import msgpack
 from kvcache.layout import KvLayout, LifeCycleKind
 from transceiver.digest import DIGEST_NAME
 from transceiver.errors import HandshakeRefusedError, WireFormatError
-from transceiver.page_part import PagePart, default_shares, part_between
+from transceiver.page_part import PagePart, PoolShape, default_shares, part_between
 from transceiver.parallel_layout import Interval, RankShare
 from transceiver.wire import Challenge, Hello, Proof
 
@@ -55,10 +55,18 @@ def sign(secret: bytes, *parts: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class PeerLayout:
-    """A side's layout; `shares` None: the rank holds everything, and only an equal layout fits."""
+    """A side's layout and how its pools lie in memory, one a group (none given: block-major, on the host).
+
+    `shares` None: the rank holds everything, and only an equal layout fits.
+    """
 
     layout: KvLayout
     shares: tuple[RankShare, ...] | None = None
+    pools: tuple[PoolShape, ...] = ()
+
+    def pool(self, group: int) -> PoolShape:
+        """How the pool of `group` lies in memory."""
+        return self.pools[group] if self.pools else PoolShape()
 
 
 def pack_layout(own: PeerLayout) -> bytes:
@@ -66,7 +74,8 @@ def pack_layout(own: PeerLayout) -> bytes:
     shares = None
     if own.shares is not None:
         shares = [[s.num_heads, s.heads.start, s.heads.stop, list(s.state_sections)] for s in own.shares]
-    data = {"digest": DIGEST_NAME, "layout": own.layout.to_dict(), "shares": shares}
+    pools = [[p.layer_major, p.num_pages, p.device] for p in own.pools]
+    data = {"digest": DIGEST_NAME, "layout": own.layout.to_dict(), "shares": shares, "pools": pools}
     packed: bytes = msgpack.packb(data, use_bin_type=True)
     return packed
 
@@ -84,9 +93,20 @@ def unpack_layout(blob: bytes) -> tuple[str, PeerLayout]:
             )
             if len(shares) != len(layout.groups):
                 raise ValueError("one share a group")
-        return str(data["digest"]), PeerLayout(layout, shares)
+        pools = tuple(_pool(*pool) for pool in data["pools"])
+        if pools and len(pools) != len(layout.groups):
+            raise ValueError("one pool a group")
+        return str(data["digest"]), PeerLayout(layout, shares, pools)
     except Exception as error:  # hostile bytes may fail in any of msgpack's or the layout's own ways
         raise WireFormatError(f"not a layout: {type(error).__name__}") from None
+
+
+def _pool(layer_major: Any, num_pages: Any, device: Any) -> PoolShape:
+    if type(layer_major) is not bool or type(num_pages) is not int or not 0 < num_pages < 1 << 31:
+        raise ValueError("not the form of a pool")
+    if device != "cpu" and not str(device).startswith("cuda:"):
+        raise ValueError("a pool lies on cpu or cuda:N")
+    return PoolShape(layer_major, num_pages, str(device))
 
 
 def make_challenge(secret: bytes, hello: Hello, nonce: bytes, worker_id: str) -> Challenge:
@@ -159,8 +179,12 @@ def parts_between(holder: PeerLayout, receiver: PeerLayout) -> tuple[PagePart | 
     )
     try:
         return tuple(
-            part_between(holder.layout.tokens_per_block, theirs, share, mine, own)
-            for theirs, mine, (share, own) in zip(holder.layout.groups, receiver.layout.groups, shares, strict=True)
+            part_between(
+                holder.layout.tokens_per_block, theirs, share, mine, own, holder.pool(index), receiver.pool(index)
+            )
+            for index, (theirs, mine, (share, own)) in enumerate(
+                zip(holder.layout.groups, receiver.layout.groups, shares, strict=True)
+            )
         )
     except ValueError as error:
         raise HandshakeRefusedError("shares", f"the two ranks' shares do not fit together: {error}") from error

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from kvcache.layout import KvLayout
 from transceiver.errors import HandshakeRefusedError, LinkClosedError, TransceiverError, WireFormatError
 from transceiver.handshake import (
     NONCE_BYTES,
@@ -24,6 +23,7 @@ from transceiver.handshake import (
 )
 from transceiver.holder import HolderSide
 from transceiver.loop_context import LoopContext
+from transceiver.page_part import PoolShape
 from transceiver.peer import LinkPhase, Peer
 from transceiver.pull_data import Read
 from transceiver.receiver import Pull
@@ -65,7 +65,9 @@ class PeerTable:
         self._holder = holder
         self.own_regions: tuple[RegionInfo, ...] = ()  # set before the first peer can connect
         self._nonce = nonce
-        self._own = PeerLayout(context.storage.layout, context.shares)
+        regions = [context.storage.region(group) for group in range(len(context.storage.layout.groups))]
+        pools = tuple(PoolShape(r.layer_major, r.nbytes // r.page_bytes, r.device) for r in regions)
+        self._own = PeerLayout(context.storage.layout, context.shares, pools)
         self._layout = pack_layout(self._own)
         self._by_link: dict[int, Peer] = {}
         self._by_address: dict[str, Peer] = {}
@@ -198,7 +200,7 @@ class PeerTable:
             case Welcome() if peer.outgoing and peer.phase is LinkPhase.PROVING:
                 layout = check_layout(self._own, message.layout)
                 peer.parts = parts_between(layout, self._own)
-                self._check_regions(peer, layout.layout, message)
+                self._check_regions(peer, layout, message)
                 if not peer.link.on_peer_process(message.identity, peer.infos[1, 0].address):
                     self._connect_anew(peer)
                     return
@@ -233,15 +235,17 @@ class PeerTable:
         while peer.farewells:
             self._send(peer, peer.farewells.pop(0))
 
-    def _check_regions(self, peer: Peer, layout: KvLayout, message: Welcome) -> None:
+    def _check_regions(self, peer: Peer, theirs: PeerLayout, message: Welcome) -> None:
         infos = {(info.kind, info.group): info for info in message.regions}
-        for group in range(len(layout.groups)):
+        for group in range(len(theirs.layout.groups)):
             pool, generations = infos.get((0, group)), infos.get((1, group))
-            size = layout.page_bytes(group)
+            size = theirs.layout.page_bytes(group)
             if pool is None or generations is None or pool.page_bytes != size or pool.nbytes % size:
                 raise HandshakeRefusedError("regions", f"the peer's pool of group {group} does not fit its layout")
             if generations.nbytes != pool.nbytes // size * 8:
                 raise HandshakeRefusedError("regions", f"the peer's generations of group {group} have a wrong size")
+            if theirs.pools and theirs.pools[group].num_pages != pool.nbytes // size:
+                raise HandshakeRefusedError("regions", f"the peer's pool of group {group} has another number of pages")
         peer.infos = infos
 
     def _dispatch(self, peer: Peer, message: Message) -> None:

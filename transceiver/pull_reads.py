@@ -52,6 +52,7 @@ class Segment:
     part: PagePart | None = None
     staged: bool = False
     buffer: NDArray[np.uint8] | None = None
+    digests: list[bytes] | None = None  # of `rows`, once they are computed
 
     @property
     def buffer_bytes(self) -> int:
@@ -64,8 +65,7 @@ class Segment:
         shape = storage.layout.groups[self.group]
         for index, row in enumerate(self.rows.tolist()):
             source = self.buffer[index * remote_page_bytes :]
-            page = np.frombuffer(storage.page(int(rows.page[row]), self.group), np.uint8)
-            self.part.place(source, page, shape)
+            self.part.place(source, storage.read_page(int(rows.page[row]), self.group), shape)
 
 
 def plan_segments(
@@ -74,7 +74,7 @@ def plan_segments(
 ) -> Iterator[Segment]:  # fmt: skip
     """Segments that bring `which` rows here, in order of the holder's addresses.
 
-    Fragments of at least `direct_bytes` are read straight into place.
+    Fragments of at least `direct_bytes` are read straight into place, and into device memory all of them.
     """
     which = which[np.lexsort((rows.remote[which], rows.group[which]))]
     for group in np.unique(rows.group[which]).tolist():
@@ -85,8 +85,8 @@ def plan_segments(
         elif part.nbytes == 0:
             nothing = np.empty(0, np.uint64)
             yield Segment(mine, group, ReadBatch(nothing, nothing, nothing), 0, part)
-        elif part.nbytes // len(part.fragments) >= direct_bytes:
-            yield from _fragments(rows, mine, storage, group, part, remote_page_bytes[group], max_bytes)
+        elif part.nbytes // len(part.fragments) >= direct_bytes or storage.region(group).device != "cpu":
+            yield from _fragments(rows, mine, storage, group, part, max_bytes)
         else:
             yield from _staged(rows, mine, group, part, remote_page_bytes[group])
 
@@ -120,16 +120,15 @@ def _whole_pages(
 
 
 def _fragments(
-    rows: Rows, which: NDArray[np.int64], storage: PageStorage, group: int, part: PagePart, remote_size: int,
-    max_bytes: int,
-) -> Iterator[Segment]:  # fmt: skip
+    rows: Rows, which: NDArray[np.int64], storage: PageStorage, group: int, part: PagePart, max_bytes: int
+) -> Iterator[Segment]:
     region = storage.region(group)
     source, target, sizes = (
         np.asarray([getattr(f, name) for f in part.fragments], np.int64) for name in ("source", "target", "nbytes")
     )
     for some in _batches(which, part.nbytes, max_bytes):
-        local = region.address + rows.page[some].astype(np.int64)[:, None] * region.page_bytes + target
-        remote = rows.remote[some].astype(np.int64)[:, None] * remote_size + source
+        local = region.address + rows.page[some].astype(np.int64)[:, None] * part.receiver_stride + target
+        remote = rows.remote[some].astype(np.int64)[:, None] * part.holder_stride + source
         batch = ReadBatch(
             local.reshape(-1).astype(np.uint64), remote.reshape(-1).astype(np.uint64),
             np.tile(sizes, len(some)).astype(np.uint64),
@@ -140,6 +139,9 @@ def _fragments(
 def _staged(rows: Rows, which: NDArray[np.int64], group: int, part: PagePart, remote_size: int) -> Iterator[Segment]:
     for some in _batches(which, remote_size, STAGING_BYTES):
         remote = rows.remote[some].astype(np.int64)
+        if part.holder_layer_stride is not None:
+            yield Segment(some, group, _by_layer(remote, part, remote_size), len(some) * part.nbytes, part, staged=True)
+            continue
         starts = _runs(np.diff(remote) == 1)
         lengths = np.diff(np.append(starts, len(some)))
         batch = ReadBatch(
@@ -147,3 +149,15 @@ def _staged(rows: Rows, which: NDArray[np.int64], group: int, part: PagePart, re
             (lengths * remote_size).astype(np.uint64),
         )  # fmt: skip
         yield Segment(some, group, batch, len(some) * part.nbytes, part, staged=True)
+
+
+def _by_layer(remote: NDArray[np.int64], part: PagePart, page_bytes: int) -> ReadBatch:
+    """Reads that bring whole pages of a layer-major pool, layer by layer, one after the other into a buffer."""
+    assert part.holder_layer_stride is not None
+    size = part.holder_stride
+    layers = np.arange(page_bytes // size, dtype=np.int64)
+    offset = remote[:, None] * size + layers * part.holder_layer_stride
+    local = np.arange(offset.size, dtype=np.int64) * size
+    return ReadBatch(
+        local.astype(np.uint64), offset.reshape(-1).astype(np.uint64), np.full(offset.size, size, np.uint64)
+    )

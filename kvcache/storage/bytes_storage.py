@@ -52,6 +52,10 @@ class BytesPageStorage:
             raise InvalidSizeError(f"page {page} is not in 0..{self._counts[group] - 1} of group {group}")
         return self._views[group][page * size : (page + 1) * size]
 
+    def read_page(self, page: int, group: int = 0) -> NDArray[np.uint8]:
+        """The page as [layer][bytes of the layer]: a writable view. Raises InvalidSizeError like `page`."""
+        return np.frombuffer(self.page(page, group), np.uint8).reshape(len(self._layout.groups[group].layers), -1)
+
     def copy_page(self, source: int, destination: int, group: int = 0) -> None:
         """Copy all bytes of one page onto another one of the same group."""
         self.page(destination, group)[:] = self.page(source, group)

@@ -17,13 +17,15 @@ __all__ = ["MemoryRegion", "PageStorage"]
 class MemoryRegion:
     """One span of memory that a transport may register: `address` .. `address + nbytes`.
 
-    `device` is "cpu" or "cuda:N". Page p lies at ``address + p * page_bytes``.
+    `device` is "cpu" or "cuda:N". Page p lies at ``address + p * page_bytes``. In a layer-major pool the pages of a
+    layer follow each other: page p's part of layer slot l is at ``address + (l * pages + p) * page_bytes / layers``.
     """
 
     address: int
     nbytes: int
     page_bytes: int
     device: str = "cpu"
+    layer_major: bool = False
 
 
 class PageStorage(Protocol):
@@ -41,7 +43,14 @@ class PageStorage(Protocol):
         ...
 
     def page(self, page: int, group: int = 0) -> memoryview:
-        """Writable bytes of a page (host memory only; raises for device memory)."""
+        """Writable bytes of a page (block-major host memory only; raises for other pools)."""
+        ...
+
+    def read_page(self, page: int, group: int = 0) -> NDArray[np.uint8]:
+        """A page's bytes as [layer][bytes of the layer], whatever the pool is like.
+
+        A writable view of host memory, or a copy of device memory (then it blocks for the copy).
+        """
         ...
 
     def copy_page(self, source: int, destination: int, group: int = 0) -> None:

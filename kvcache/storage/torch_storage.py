@@ -79,6 +79,14 @@ class TorchPageStorage:
             raise KvCacheError(f"pages on {self._device} have no host view: copy them through the tensor")
         return self._host.page(page, group)
 
+    def read_page(self, page: int, group: int = 0) -> NDArray[np.uint8]:
+        """The page as [layer][bytes of the layer]: a view of host memory, or a copy of device memory (blocks)."""
+        if self._host is not None:
+            return self._host.read_page(page, group)
+        size = self._layout.page_bytes(group)
+        copied: NDArray[np.uint8] = self._raw[group][page * size : (page + 1) * size].cpu().numpy()
+        return copied.reshape(len(self._layout.groups[group].layers), -1)
+
     def copy_page(self, source: int, destination: int, group: int = 0) -> None:
         """Copy all bytes of one page onto another one; blocks until done."""
         if self._host is not None:

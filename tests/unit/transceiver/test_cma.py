@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -59,16 +60,17 @@ def test_a_partial_copy_goes_on_where_it_ended() -> None:
 
         calls = 0
 
-        def _call(self, ours: NDArray[np.uint64], theirs: NDArray[np.uint64]) -> int:
+        def _call(self, ours: int, num_ours: int, theirs: int, num_theirs: int) -> int:
             self.calls += 1
             if self.calls == 1:
-                cut = np.asarray([[ours[0, 0], 24]], np.uint64), np.asarray([[theirs[0, 0], 24]], np.uint64)
-                return super()._call(*cut)
-            return super()._call(ours, theirs)
+                starts = [ctypes.c_uint64.from_address(at).value for at in (ours, theirs)]
+                cut = np.asarray([[start, 24] for start in starts], np.uint64)
+                return super()._call(cut.ctypes.data, 1, cut.ctypes.data + 16, 1)
+            return super()._call(ours, num_ours, theirs, num_theirs)
 
     source = np.arange(64, dtype=np.uint8)
     target = np.zeros_like(source)
-    at = [0, 16, 32, 48]
+    at = [0, 16, 32, 48]  # neighbours: one vector a side, cut after 24 bytes
     reader = Partial(os.getpid())
     reader.read(addresses(target, at), addresses(source, at), np.full(4, 16, np.uint64))
     assert (target == source).all()

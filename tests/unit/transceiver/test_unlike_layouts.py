@@ -7,94 +7,23 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 
+from kvcache.errors import KvCacheError
 from kvcache.layout import KvLayout, LayerGroup, LifeCycleKind
 from kvcache.storage.bytes_storage import BytesPageStorage
+from kvcache.storage.layer_major_storage import LayerMajorStorage
 from tests.unit.transceiver.rig import SCOPE, SECRET, make_layout, pair, table
-from transceiver import CacheTransceiver, CacheTransceiverConfig, TransceiverBackend, TransferStatus
+from tests.unit.transceiver.servers import CONFIG, Model, Server, run
+from transceiver import CacheTransceiver, TransferStatus
 from transceiver.folded_pull import FoldedPull
-from transceiver.mapping import sources_of
-from transceiver.parallel_layout import Interval, ParallelLayout, RankShare, head_interval, layer_interval
+from transceiver.parallel_layout import Interval, ParallelLayout, RankShare
 
-TOKENS, DIM = 8, 8
-CONFIG = CacheTransceiverConfig(backend=TransceiverBackend.INPROC)
 P = ParallelLayout
 
 
-class Model:
-    """KV of `pages` blocks over all layers and heads, and the share of any rank of it."""
-
-    def __init__(self, layers: int, heads: int, *, mla: bool = False, pages: int = 5) -> None:
-        self.layers, self.heads, self.mla, self.pages = layers, heads, mla, pages
-        self.kv = 1 if mla else 2
-        shape = (pages, layers, self.kv, heads, TOKENS, DIM * 4)
-        self.data = np.random.default_rng(layers * 10 + heads).integers(0, 256, shape, dtype=np.uint8)
-
-    def layout(self, server: ParallelLayout, rank: int) -> tuple[KvLayout, RankShare]:
-        layers = layer_interval(self.layers, server.pp, server.stage(rank))
-        heads = head_interval(self.heads, server.ranks_per_dp, server.rank_in_dp(rank))
-        kind = LifeCycleKind.MLA if self.mla else LifeCycleKind.FULL
-        group = LayerGroup(kind, tuple(range(layers.start, layers.stop)), len(heads), DIM, kv_factor=self.kv)
-        return KvLayout("m", TOKENS, (group,)), RankShare(self.heads, heads)
-
-    def part(self, server: ParallelLayout, rank: int, page: int) -> bytes:
-        layers = layer_interval(self.layers, server.pp, server.stage(rank))
-        heads = head_interval(self.heads, server.ranks_per_dp, server.rank_in_dp(rank))
-        return self.data[page, layers.start : layers.stop, :, heads.start : heads.stop].tobytes()
-
-
-class Server:
-    """All ranks of one side."""
-
-    def __init__(self, stack: ExitStack, name: str, model: Model, server: ParallelLayout, *, filled: bool) -> None:
-        self.server = server
-        self.storages: list[BytesPageStorage] = []
-        self.ranks: list[CacheTransceiver] = []
-        for rank in range(server.world):
-            layout, share = model.layout(server, rank)
-            storage = BytesPageStorage(layout, [model.pages])
-            stack.callback(storage.close)
-            storage.generations()[:] = 1
-            if filled:
-                for page in range(model.pages):
-                    storage.page(page)[:] = model.part(server, rank, page)
-            self.storages.append(storage)
-            transceiver = CacheTransceiver(
-                worker_id=f"{name}-{id(stack)}-{rank}", storage=storage, config=CONFIG, secret=SECRET, shares=(share,)
-            )
-            self.ranks.append(stack.enter_context(transceiver))
-
-
-def run(
-    model: Model, ctx: ParallelLayout, gen: ParallelLayout, holder_dp: int = 0, valid: tuple[int, ...] = (8, 8, 3)
-) -> int:
-    """Hand three blocks from ctx to every gen rank; returns the bytes that moved."""
-    moved = 0
-    with ExitStack() as stack:
-        holders = Server(stack, "ctx", model, ctx, filled=True)
-        receivers = Server(stack, "gen", model, gen, filled=False)
-        for rank in range(gen.world):
-            pulls, publications = [], []
-            for source in sources_of(model.layers, model.heads, ctx, gen, rank, holder_dp):
-                publication = holders.ranks[source.rank].publish(
-                    f"t-{rank}", (table((4, 0, 1), valid=valid),), conversation_id="c", scope=SCOPE, lease_s=20
-                )
-                publications.append(publication)
-                wanted = (table((1, 2, 3), valid=valid),) if source.has_data else ()
-                pulls.append(
-                    receivers.ranks[rank].pull(
-                        publication.ticket, wanted, conversation_id="c", scope=SCOPE, timeout_s=20
-                    )
-                )
-            folded = FoldedPull(pulls)
-            outcome = folded.future.result(20)
-            assert outcome.status is TransferStatus.DONE, outcome
-            folded.settled.result(5)
-            moved += outcome.bytes
-            assert all(p.future.result(5).status is TransferStatus.DONE for p in publications)
-            for source_page, page in ((4, 1), (0, 2), (1, 3)):
-                assert bytes(receivers.storages[rank].page(page)) == model.part(gen, rank, source_page)
-            assert not bytes(receivers.storages[rank].page(0)).strip(b"\0")
-    return moved
+def form_names(forms: object) -> str | None:
+    """For test names: which side keeps its layers together."""
+    names = ("block", "layer")
+    return "->".join(names[form] for form in forms) if isinstance(forms, tuple) else None
 
 
 SYMMETRIC = [P(1), P(2), P(4), P(1, 2), P(2, 2), P(4, 2), P(1, 4)]
@@ -160,7 +89,8 @@ def test_duplicated_heads(ctx: ParallelLayout, gen: ParallelLayout) -> None:
     assert run(model, ctx, gen) == copies * 3 * model.data[0].nbytes
 
 
-def test_recurrent_state_is_cut_by_section() -> None:
+@pytest.mark.parametrize("forms", [(False, False), (True, False), (False, True), (True, True)], ids=form_names)
+def test_recurrent_state_is_cut_by_section(forms: tuple[bool, bool]) -> None:
     sections, layers = (64, 16, 16), 2
     whole = np.random.default_rng(5).integers(0, 256, (layers, sum(sections)), dtype=np.uint8)
 
@@ -182,7 +112,8 @@ def test_recurrent_state_is_cut_by_section() -> None:
                 group = LayerGroup(
                     LifeCycleKind.RECURRENT, (0, 1), dtype="uint8", state_bytes_per_layer=sum(sections) // ranks
                 )
-                storage = BytesPageStorage(KvLayout("m", 8, (group,)), [2])
+                make = LayerMajorStorage if forms[side == "gen"] else BytesPageStorage
+                storage = make(KvLayout("m", 8, (group,)), [2])
                 stack.callback(storage.close)
                 storage.generations()[:] = 1
                 share = RankShare(ranks, Interval(rank, rank + 1), sections)
@@ -198,7 +129,8 @@ def test_recurrent_state_is_cut_by_section() -> None:
 
             holders = [rank_of("ctx", ctx, rank) for rank in range(ctx)]
             for rank, (_, storage) in enumerate(holders):
-                storage.page(1)[:] = state(ctx, rank)
+                view = storage.read_page(1)
+                view[:] = np.frombuffer(state(ctx, rank), np.uint8).reshape(view.shape)
             for rank in range(gen):
                 receiver, storage = rank_of("gen", gen, rank)
                 first, last = rank * ctx // gen, max(rank * ctx // gen + 1, (rank + 1) * ctx // gen)
@@ -213,7 +145,7 @@ def test_recurrent_state_is_cut_by_section() -> None:
                         )
                     )
                 assert FoldedPull(pulls).future.result(9).status is TransferStatus.DONE
-                assert bytes(storage.page(0)) == state(gen, rank)
+                assert storage.read_page(0).tobytes() == state(gen, rank)
 
 
 def test_one_failed_part_fails_the_whole_and_ends_the_others() -> None:
@@ -239,3 +171,42 @@ def test_shares_that_do_not_describe_the_layout_are_refused() -> None:
     with pair(layout=make_layout(num_kv_heads=2), receiver_layout=make_layout(num_kv_heads=1)) as p:
         outcome = p.pull(p.publish()).future.result(5)
         assert "groups[0].num_kv_heads: 2 here, 1 at the peer" in outcome.reason  # without shares: equal or nothing
+
+
+FORMS = [(True, False), (False, True), (True, True)]
+FORM_CASES = [
+    (P(1), P(1)), (P(2), P(2)), (P(1, 2), P(1)), (P(1), P(1, 2)), (P(2), P(1)), (P(1), P(4)), (P(2), P(1, 2)),
+    (P(2, 2), P(4)), (P(4, 2), P(2, 4)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("forms", FORMS, ids=form_names)
+@pytest.mark.parametrize(("ctx", "gen"), FORM_CASES, ids=str)
+@pytest.mark.parametrize("dim", [8, 4096])
+def test_layer_major_pools(ctx: ParallelLayout, gen: ParallelLayout, forms: tuple[bool, bool], dim: int) -> None:
+    """Small fragments go through staging, large ones straight to their place."""
+    model = Model(4, 4, dim=dim, pages=5)
+    assert run(model, ctx, gen, forms=forms) == 3 * model.data[0].nbytes
+
+
+@pytest.mark.parametrize("forms", FORMS, ids=form_names)
+@pytest.mark.parametrize("model", [Model(7, 4), Model(4, 1, mla=True)], ids=["seven layers", "mla"])
+def test_layer_major_pools_of_uneven_stages_and_mla(model: Model, forms: tuple[bool, bool]) -> None:
+    assert run(model, P(1, 2), P(1, 3), forms=forms) == 3 * model.data[0].nbytes
+
+
+def test_layer_major_storage() -> None:
+    layout = make_layout()
+    storage = LayerMajorStorage(layout, [3])
+    storage.read_page(1)[:] = np.arange(layout.page_bytes(), dtype=np.int64).reshape(2, -1) % 251
+    storage.copy_page(1, 2)
+    assert storage.read_page(2).tobytes() == storage.read_page(1).tobytes()
+    assert storage.pool()[1, 2].tobytes() == storage.read_page(2)[1].tobytes()
+    assert not storage.read_page(0).any()
+    assert storage.region().layer_major
+    with pytest.raises(KvCacheError, match="not one piece"):
+        storage.page(0)
+    with pytest.raises(KvCacheError, match="page 3"):
+        storage.read_page(3)
+    storage.close()
+    storage.close()
