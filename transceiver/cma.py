@@ -8,6 +8,7 @@ identity the handshake has brought. Where the kernel refuses, the caller goes on
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import struct
 from pathlib import Path
@@ -15,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["CmaReader", "process_identity", "same_host_pid"]
+__all__ = ["CmaPlan", "CmaReader", "process_identity", "same_host_pid"]
 
 _IOV_MAX = 1024
 _FORMAT = "<16sQQQ"  # boot id, pid namespace, pid, start time of the process
@@ -52,7 +53,7 @@ def same_host_pid(identity: bytes) -> int | None:
 
 
 class CmaReader:
-    """Reads from one process. Holds no resource."""
+    """Reads from one process. Holds no resource; any thread."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -66,18 +67,20 @@ class CmaReader:
 
         Raises OSError when the kernel refuses, the process is gone, or its memory is not mapped there.
         """
-        start = 0
-        while start < len(local):
-            stop = min(start + _IOV_MAX, len(local))
-            part = slice(start, stop)
-            ours, theirs = _joined(local[part], nbytes[part]), _joined(remote[part], nbytes[part])
-            done = self._call(ours, theirs)
-            if done < int(nbytes[part].sum()):
-                self._finish(local[part], remote[part], nbytes[part], done)
-            start = stop
+        plan = CmaPlan(local, remote, nbytes)
+        for piece in range(plan.pieces):
+            self.copy(plan, piece)
 
-    def _call(self, ours: NDArray[np.uint64], theirs: NDArray[np.uint64]) -> int:
-        done: int = self._readv(self._pid, ours.ctypes.data, len(ours), theirs.ctypes.data, len(theirs), 0)
+    def copy(self, plan: CmaPlan, piece: int) -> None:
+        """Copy one piece of a plan. Blocks; raises as `read`."""
+        ours, num_ours, theirs, num_theirs, wanted = plan.call(piece)
+        done = self._call(ours, num_ours, theirs, num_theirs)
+        if done < wanted:
+            self._finish(*plan.columns(piece), done)
+
+    def _call(self, ours: int, num_ours: int, theirs: int, num_theirs: int) -> int:
+        """One kernel call on two arrays of iovecs, given by address and length; bytes copied."""
+        done: int = self._readv(self._pid, ours, num_ours, theirs, num_theirs, 0)
         if done <= 0:
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code) if done < 0 else "nothing was read")
@@ -91,11 +94,92 @@ class CmaReader:
             skip = min(done, size)
             done -= skip
             while skip < size:
-                one = [np.asarray([[at + skip, size - skip]], np.uint64) for at in (mine, theirs)]
-                skip += self._call(*one)
+                vectors = np.asarray([[mine + skip, size - skip], [theirs + skip, size - skip]], np.uint64)
+                at = vectors.ctypes.data
+                skip += self._call(at, 1, at + 16, 1)
+
+
+class CmaPlan:
+    """Many reads cut into pieces of about `piece_bytes`, one kernel call each, with the kernel's vectors made before.
+
+    `piece_bytes` 0: as few pieces as the kernel's limit on vectors allows. Immutable.
+    """
+
+    __slots__ = ("_calls", "_columns", "_cuts", "_keep")
+
+    def __init__(
+        self, local: NDArray[np.uint64], remote: NDArray[np.uint64], nbytes: NDArray[np.uint64], piece_bytes: int = 0
+    ) -> None:
+        if piece_bytes and len(nbytes) and int(nbytes.max()) > piece_bytes:
+            local, remote, nbytes = _cut_large(local, remote, nbytes, piece_bytes)
+        self._columns = local, remote, nbytes
+        ends = np.cumsum(nbytes).tolist()
+        self._cuts = _cuts(ends, piece_bytes)
+        ours, theirs = _vectors(local, nbytes), _vectors(remote, nbytes)
+        at, there = ours.ctypes.data, theirs.ctypes.data
+        joinable = _has_neighbours(local, nbytes) or _has_neighbours(remote, nbytes)
+        self._keep = [ours, theirs]
+        self._calls: list[tuple[int, int, int, int, int]] = []
+        for start, stop in itertools.pairwise(self._cuts):
+            wanted = ends[stop - 1] - (ends[start - 1] if start else 0)
+            if joinable:
+                part = slice(start, stop)
+                mine, other = _joined(local[part], nbytes[part]), _joined(remote[part], nbytes[part])
+                self._keep += [mine, other]
+                self._calls.append((mine.ctypes.data, len(mine), other.ctypes.data, len(other), wanted))
+            else:
+                count = stop - start
+                self._calls.append((at + 16 * start, count, there + 16 * start, count, wanted))
+
+    @property
+    def pieces(self) -> int:
+        """Number of kernel calls."""
+        return len(self._calls)
+
+    def call(self, piece: int) -> tuple[int, int, int, int, int]:
+        """Address and length of the local and of the remote vectors, and the bytes they move."""
+        return self._calls[piece]
+
+    def columns(self, piece: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]]:
+        """Local address, remote address and size of the reads in a piece."""
+        part = slice(self._cuts[piece], self._cuts[piece + 1])
+        local, remote, nbytes = self._columns
+        return local[part], remote[part], nbytes[part]
+
+
+def _cuts(ends: list[int], piece_bytes: int) -> list[int]:
+    """Indices between the pieces, first 0 and last ``len(ends)``."""
+    cuts, start, before = [0], 0, 0
+    for index, end in enumerate(ends, 1):
+        if (piece_bytes and end - before >= piece_bytes) or index - start == _IOV_MAX or index == len(ends):
+            cuts.append(index)
+            start, before = index, end
+    return cuts
+
+
+def _cut_large(
+    local: NDArray[np.uint64], remote: NDArray[np.uint64], nbytes: NDArray[np.uint64], limit: int
+) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]]:
+    """The same reads, none larger than `limit`."""
+    counts = -(-nbytes.astype(np.int64) // limit)
+    which = np.repeat(np.arange(len(nbytes)), counts)
+    inside = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
+    skip = (inside * limit).astype(np.uint64)
+    return local[which] + skip, remote[which] + skip, np.minimum(nbytes[which] - skip, np.uint64(limit))
+
+
+def _vectors(address: NDArray[np.uint64], nbytes: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """iovecs: address and bytes."""
+    vectors = np.empty((len(address), 2), np.uint64)
+    vectors[:, 0], vectors[:, 1] = address, nbytes
+    return vectors
+
+
+def _has_neighbours(address: NDArray[np.uint64], nbytes: NDArray[np.uint64]) -> bool:
+    return bool((address[1:] == address[:-1] + nbytes[:-1]).any())
 
 
 def _joined(address: NDArray[np.uint64], nbytes: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """iovecs (address, bytes), neighbours in memory joined."""
+    """iovecs, neighbours in memory joined."""
     starts = np.concatenate([[0], np.flatnonzero(address[1:] != address[:-1] + nbytes[:-1]) + 1])
-    return np.column_stack((address[starts], np.add.reduceat(nbytes, starts)))
+    return _vectors(address[starts], np.add.reduceat(nbytes, starts))

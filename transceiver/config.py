@@ -59,6 +59,8 @@ class CacheTransceiverConfig(BaseModel):
     """Size of one batch of reads (bytes): the step in which a transfer goes on, is cancelled, and is hashed."""
     max_segments_in_flight: PositiveInt = 8
     """Batches of reads under way per transfer."""
+    copy_threads: Annotated[int, Field(ge=1, le=16)] = 2
+    """Threads that copy from processes of the same host (`ucx/cma`), the transceiver's own one included."""
     max_publications: PositiveInt = 4096
     """Grants open at once on the holding side; further ones are refused."""
     max_pulls: PositiveInt = 1024

@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvcache.block_table import BlockTable
 from transceiver.arrival_checks import ArrivalChecks
-from transceiver.digest import block_digest
-from transceiver.errors import LinkClosedError, TransceiverError
+from transceiver.errors import LinkClosedError
 from transceiver.loop_context import LoopContext, Timer
-from transceiver.pull_reads import STAGING_BYTES, Rows, Segment, plan_segments
+from transceiver.pull_data import PullData
+from transceiver.pull_reads import Rows, Segment, plan_segments
 from transceiver.transfer_state import TransferState, TransferStateMachine
 from transceiver.transfer_types import GrantTicket, TransferOutcome, TransferStatus
 from transceiver.wire import Ack, Cancel, Digests, Grant, GroupRows, PullRequest, Refuse, encode
@@ -30,23 +27,10 @@ from transceiver.wire import Ack, Cancel, Digests, Grant, GroupRows, PullRequest
 if TYPE_CHECKING:
     from transceiver.peer import Peer
 
-__all__ = ["Pull", "Read"]
+__all__ = ["Pull"]
 
 _log = logging.getLogger(__name__)
-_INLINE_HASH_BYTES = (
-    2 << 20
-)  # hashed in the loop, fresh from the copy and still in the cache; more in the digest thread
-_HASHED_BATCH_BYTES = 1 << 20
 _UNKNOWN, _MISSING = -2, -1
-_MAX_BUFFERS = 4
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Read:
-    """One read under way; `segment` None: generation numbers."""
-
-    pull: Pull
-    segment: Segment | None
 
 
 class Pull:
@@ -88,16 +72,10 @@ class Pull:
             np.zeros(count, np.uint64),
         )
         self._bad = np.zeros(count, np.bool_)
-        self._queue: deque[Segment] = deque()
-        self._reads = 0
-        self._working = 0
-        self._buffers: list[NDArray[np.uint8]] = []
-        self._buffers_made = 0
         self._last = False
         self._checking = False
         self._checks = ArrivalChecks(self._rows)
-        self._bytes = 0
-        self._segments = 0
+        self.data = PullData(context, self, self._rows, self._checks)
 
     # --- any thread ---------------------------------------------------------------------------------------------
 
@@ -197,14 +175,12 @@ class Pull:
         self._last = bool(message.last)
         if message.digests:
             self._checks.expect(rows, message.digests)
-        self._queue.extend(
-            plan_segments(
-                self._rows, rows[message.pages >= 0].astype(np.int64), self._ctx.storage, peer.parts,
-                [peer.page_bytes(g) for g in range(len(peer.parts))], self._batch_bytes(),
-                peer.link.direct_read_bytes,
-            )
+        segments = plan_segments(
+            self._rows, rows[message.pages >= 0].astype(np.int64), self._ctx.storage, peer.parts,
+            [peer.page_bytes(g) for g in range(len(peer.parts))], self.data.batch_bytes, peer.link.direct_read_bytes,
         )  # fmt: skip
-        self._pump()
+        self.data.add(segments, peer)
+        self.go_on()
 
     def on_digests(self, message: Digests) -> None:
         """Digests that were not ready with the grant."""
@@ -215,113 +191,32 @@ class Pull:
         self._checks.expect(rows, message.digests)
         self._check_done()
 
-    def _batch_bytes(self) -> int:
-        limit = self._ctx.config.max_segment_bytes
-        return min(limit, _HASHED_BATCH_BYTES) if self._ctx.config.verify else limit
-
-    def _pump(self) -> None:
-        limit = self._ctx.config.max_segments_in_flight
-        while self._queue and self._reads < limit and not self._machine.terminal:
-            segment = self._queue[0]
-            if segment.staged and not self._stage(segment):
-                break  # goes on when a buffer comes back
-            self._queue.popleft()
-            if not self._issue(segment):
-                return
-        self._check_done()
-
-    def _stage(self, segment: Segment) -> bool:
-        """Give a staged segment a buffer; False while all are in use."""
-        if not self._buffers:
-            if self._buffers_made == _MAX_BUFFERS:
-                return False
-            self._buffers_made += 1
-            self._buffers.append(np.empty(max(segment.buffer_bytes, STAGING_BYTES), np.uint8))
-        segment.buffer = self._buffers.pop()
-        local = segment.batch.local + np.uint64(segment.buffer.ctypes.data)
-        segment.batch = replace(segment.batch, local=local)
-        return True
-
-    def _issue(self, segment: Segment) -> bool:
-        """Start a segment's reads; False when the transfer failed over it."""
-        peer, group = self._peer, segment.group
-        assert peer is not None
-        if not len(segment.batch):
-            self._arrived(segment)
-            return True
-        registration = None if segment.staged else self._ctx.registrations[group]
-        try:
-            peer.link.get(segment.batch, peer.pool(group), registration, Read(self, segment))
-        except (LinkClosedError, TransceiverError) as error:
-            self.fail(TransferStatus.FAILED, str(error))
-            return False
-        self._reads += 1
-        self._segments += len(segment.batch)
-        return True
-
     def on_read(self, segment: Segment | None, error: str | None) -> None:
         """A read ended (`segment` None: one of generation numbers)."""
-        self._reads -= 1
+        self.data.on_read(segment, error, wanted=not self._machine.terminal)
         if error is not None:
             self.fail(TransferStatus.FAILED, f"a read failed: {error}")
-        elif not self._machine.terminal and segment is not None:
-            self._bytes += segment.nbytes
-            self._arrived(segment)
-            self._pump()
-        else:
-            self._check_done()
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Start what can start, and end what has ended."""
+        if not self._machine.terminal:
+            self.data.pump()
+        self._check_done()
         self._try_settle()
 
-    def _arrived(self, segment: Segment) -> None:
-        """All bytes of a segment are here: put staged ones in place, and hash."""
-        storage, verify, peer = self._ctx.storage, self._ctx.config.verify, self._peer
-        if not verify and not segment.staged:
-            return
-        assert peer is not None
-        columns = (self._rows.page[segment.rows].tolist(), self._rows.valid[segment.rows].tolist())
-        remote_bytes = peer.page_bytes(segment.group)
-        view = segment.part.receiver if segment.part is not None else None
-
-        def work() -> list[bytes]:
-            if segment.staged:
-                segment.place(self._rows, storage, remote_bytes)
-            if not verify:
-                return []
-            return [
-                block_digest(storage, segment.group, page, valid, view) for page, valid in zip(*columns, strict=True)
-            ]
-
-        if not segment.staged and segment.nbytes <= _INLINE_HASH_BYTES:
-            self._checks.found(segment.rows, work())
-            return
-
-        def done(result: list[bytes] | BaseException) -> None:
-            self._working -= 1
-            if segment.buffer is not None:
-                self._buffers.append(segment.buffer)
-                segment.buffer = None
-            if isinstance(result, BaseException):
-                self.fail(TransferStatus.FAILED, f"could not place or hash received blocks: {result!r}")
-            else:
-                self._checks.found(segment.rows, result)
-                self._pump()
-            self._try_settle()
-
-        self._working += 1
-        self._ctx.in_background(work, done)
-
     def _check_done(self) -> None:
-        if self._machine.terminal or not self._last or self._queue or self._reads:
+        if self._machine.terminal or not self._last or not self.data.all_read:
             return
         if not self._checking:
             self._checking = True
             self._marks["data"] = self._ctx.clock()
-            if self._read_generations():
+            if self.data.read_generations():
                 return
         if self._machine.state is not TransferState.TRANSFERRED:
             self._check_generations()
             self._machine.advance(TransferState.TRANSFERRED)
-        if self._working:
+        if self.data.working:
             return
         if self._ctx.config.verify:
             arrived = np.flatnonzero(~self._bad)
@@ -332,20 +227,6 @@ class Pull:
             self._ctx.stats.digest_mismatches += len(wrong)
             self._bad[wrong] = True
         self._finish()
-
-    def _read_generations(self) -> bool:
-        """Start reading the holder's generation numbers; False when no block was read."""
-        peer = self._peer
-        assert peer is not None
-        reads = self._checks.generation_reads()
-        for group, batch in reads:
-            try:
-                peer.link.get(batch, peer.generations(group), None, Read(self, None))
-            except (LinkClosedError, TransceiverError) as error:
-                self.fail(TransferStatus.FAILED, str(error))
-                return True
-            self._reads += 1
-        return bool(reads)
 
     def _check_generations(self) -> None:
         stale = self._checks.stale()
@@ -374,17 +255,19 @@ class Pull:
             status, reason = TransferStatus.FAILED, f"impossible end in state {self.state}: {reason}"
         if self._timer is not None:
             self._timer.cancel()
-        self._queue.clear()
+        self.data.drop_waiting()
         good = int((~self._bad).sum())
         peer, now = self._peer, self._ctx.clock()
         if tell and peer is not None:
             try:
-                peer.link.send(encode(Ack(self.pull_id, status.value, reason[:2000], good, self._bytes)))
+                peer.link.send(encode(Ack(self.pull_id, status.value, reason[:2000], good, self.data.bytes)))
             except LinkClosedError as error:
                 _log.debug("acknowledgement not sent: %s", error)
         bad = tuple(zip(self._rows.group[self._bad].tolist(), self._rows.ordinal[self._bad].tolist(), strict=True))
         transport = peer.link.transport if peer is not None else ""
-        outcome = TransferOutcome(status, reason, good, self._bytes, self._segments, transport, bad, self._seconds(now))
+        outcome = TransferOutcome(
+            status, reason, good, self.data.bytes, self.data.segments, transport, bad, self._seconds(now)
+        )  # fmt: skip
         self._ctx.post(lambda: self._watch_drain(peer))
         self.future.set_result(outcome)
         self._try_settle()
@@ -405,12 +288,12 @@ class Pull:
             self._timer = self._ctx.after(wait, lambda: self._cut(peer))
 
     def _cut(self, peer: Peer) -> None:
-        if not self.settled.done() and self._reads:
+        if not self.settled.done() and self.data.reads:
             _log.warning("pull %s: reads did not end within the drain time, cutting the link", self.ticket.transfer_id)
             peer.cut("reads did not end within drain_timeout_ms")
 
     def _try_settle(self) -> None:
-        if self._machine.terminal and not self._reads and not self._working:
+        if self._machine.terminal and self.data.idle:
             self.force_settled()
 
     def force_settled(self) -> None:

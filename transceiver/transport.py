@@ -1,21 +1,21 @@
 """The seam between the protocol and a fabric: links, registered regions, one-sided reads, and events.
 
 A transport is driven by one thread, the transceiver's loop: it calls `poll`, which blocks without spinning and delivers
-events to the handler; only `wake` may be called from elsewhere. A read touches local memory only inside `poll`, so once
-its completion was delivered nothing of it can write any more.
+events to the handler; only `wake` may be called from elsewhere. A read touches local memory from `get` until its
+completion was delivered, not after: a transport may copy in threads of its own, but says done when they have ended.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.storage.page_storage import MemoryRegion
 
-__all__ = ["Link", "ReadBatch", "RemoteRegion", "Transport", "TransportHandler"]
+__all__ = ["LandingRead", "Link", "ReadBatch", "RemoteRegion", "Transport", "TransportHandler"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,6 +33,20 @@ class ReadBatch:
 
     def __len__(self) -> int:
         return len(self.local)
+
+
+@runtime_checkable
+class LandingRead(Protocol):
+    """What a read's `token` may be: it has work to do on the bytes, best right after the copy and in the same thread.
+
+    A transport that copies by itself calls `landed` once for a whole batch, before it delivers the completion; what it
+    raises becomes the read's error. Others do not call it: the receiver then does the work itself.
+    """
+
+    @property
+    def wants_landing(self) -> bool: ...
+
+    def landed(self) -> None: ...
 
 
 class RemoteRegion(Protocol):

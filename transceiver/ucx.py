@@ -15,10 +15,9 @@ import time
 from collections import deque
 from typing import Any
 
-import numpy as np
-
 from kvcache.storage.page_storage import MemoryRegion
 from transceiver.cma import process_identity
+from transceiver.cma_copies import CmaCopies
 from transceiver.config import CacheTransceiverConfig
 from transceiver.errors import TransceiverError, TransportUnavailableError
 from transceiver.transport import TransportHandler
@@ -65,6 +64,7 @@ class UcxTransport:
         self._regions: list[MemoryRegion] = []
         self._fabrics: list[UcxFabric] = []  # the configured one, and one without cma when the kernel refuses that
         self._no_cma: set[str] = set()
+        self.copies = CmaCopies(max(0, config.copy_threads - 1), self.wake)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wake_lock = threading.Lock()
         self._epoll: select.epoll | None = None
@@ -167,7 +167,7 @@ class UcxTransport:
             left = deadline - time.monotonic()
             if left <= 0:
                 return
-            if all(fabric.worker.arm() for fabric in self._fabrics):
+            if self.copies.may_sleep() and all(fabric.worker.arm() for fabric in self._fabrics):
                 assert self._epoll is not None
                 for fd, _ in self._epoll.poll(left):
                     if fd == self._wake_fd:
@@ -185,6 +185,7 @@ class UcxTransport:
             self.handler.on_accept(link)
         for link in list(self._links.values()):
             busy |= self._complete(link)
+        busy |= self._copy()
         while self._inbox:
             handle, payload = self._inbox.popleft()
             receiver = self._links.get(handle)
@@ -206,29 +207,27 @@ class UcxTransport:
             read = link.reads.popleft()
             busy = True
             self.handler.on_get_done(link, read.token, read.error)
-            if read.requests is None:
-                break  # one kernel call at a time: messages and cancels come in between
+        return busy
+
+    def _copy(self) -> bool:
+        """One piece of a kernel copy here, then report those that have ended: messages and cancels come in between."""
+        busy = self.copies.step()
+        while (copy := self.copies.take()) is not None:
+            read = copy.owner
+            assert isinstance(read, PendingRead)
+            read.link.copies.discard(read)
+            busy = True
+            self.handler.on_get_done(read.link, read.token, copy.error)
         return busy
 
     def _advance(self, link: UcxLink, read: PendingRead) -> bool:
         """True when nothing of `read` is under way any more."""
-        if read.requests is None:
-            if not link.open or link.cma is None:
-                read.error = read.error or "the link is closed"
-                return True
-            try:
-                batch = read.batch
-                link.cma.read(batch.local, batch.offset + np.uint64(read.remote.address), batch.nbytes)
-                return True
-            except OSError as error:
-                read.error = f"reading the peer's memory: {error}"
-                return True
-        ucp, requests = link.fabric.ucp, read.requests or []
-        while requests:
-            status = ucp.status(requests[-1])
+        ucp = link.fabric.ucp
+        while read.requests:
+            status = ucp.status(read.requests[-1])
             if status == UCS_INPROGRESS:
                 return False
-            ucp.free(requests.pop())
+            ucp.free(read.requests.pop())
             if status != UCS_OK:
                 read.error = ucp.status_text(status)
         return True
@@ -249,6 +248,7 @@ class UcxTransport:
             link.endpoint.close_blocking(1_000_000, 50)  # forced where the peer is dead; up to 50 ms
         except Exception as error:  # ucxx raises one class per UCX status; the endpoint is gone either way
             _log.debug("closing the endpoint to %s: %s", link.peer, error)
+        self.copies.abandon(link.copies, "the link is closed")
         self._drain(link)
         link.endpoint = None  # an endpoint keeps the listener alive
         if reason is not None:
@@ -257,12 +257,14 @@ class UcxTransport:
     def _drain(self, link: UcxLink) -> None:
         """Complete every request of a closed endpoint: closing has failed them, nothing writes any more."""
         limit = time.monotonic() + 1.0
-        while (link.reads or link.sends) and time.monotonic() < limit:
+        while (link.reads or link.sends or link.copies) and time.monotonic() < limit:
             self._complete(link)
+            self._copy()
             link.fabric.progress()
-        while link.reads:
-            # Not reported as done: the pages of this read stay in quarantine until the whole transport is closed.
-            _log.error("a read from %s did not end with its endpoint (%r)", link.peer, link.reads.popleft().token)
+        # Not reported as done: the pages of these reads stay in quarantine until the whole transport is closed.
+        for read in (*link.reads, *link.copies):
+            _log.error("a read from %s did not end with its endpoint (%r)", link.peer, read.token)
+        link.reads.clear()
         link.sends.clear()
 
     def wake(self) -> None:
@@ -284,6 +286,7 @@ class UcxTransport:
                 self._complete(link)
         for link in list(self._links.values()):
             self.drop(link, None)
+        self.copies.close()
         self._epoll.close()
         self._epoll = None
         self._listener = None

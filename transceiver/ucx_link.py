@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import logging
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from transceiver.cma import CmaReader, same_host_pid
+from transceiver.cma_copies import CmaCopy
 from transceiver.errors import LinkClosedError, TransceiverError
 from transceiver.transport import ReadBatch, RemoteRegion
 from transceiver.ucp_binding import UcpError
@@ -23,7 +24,6 @@ __all__ = ["AM_ID", "PendingRead", "UcxLink", "UcxRemoteRegion"]
 
 _log = logging.getLogger(__name__)
 AM_ID = 23
-_LARGE_READ = 512 << 10  # reads of this mean size gain nothing from going down together
 _MAX_SENDS = 1024  # messages a link may have waiting before it is given up
 
 
@@ -36,13 +36,11 @@ class UcxRemoteRegion:
 
 @dataclass(slots=True, eq=False)
 class PendingRead:
-    """A batch under way; `requests` None: it waits for its one kernel call."""
+    """A batch under way as UCX requests, or in `UcxTransport.copies`."""
 
     token: object
-    batch: ReadBatch
-    remote: UcxRemoteRegion
-    region: int | None
-    requests: list[int] | None = None
+    link: UcxLink
+    requests: list[int] = field(default_factory=list)
     error: str | None = None
 
 
@@ -57,7 +55,8 @@ class UcxLink:
         self.handle: int = endpoint.handle
         self.open = True
         self.keys: list[int] = []
-        self.reads: deque[PendingRead] = deque()
+        self.reads: deque[PendingRead] = deque()  # UCX requests
+        self.copies: set[PendingRead] = set()  # kernel copies
         self.cma: CmaReader | None = None
         self.sends: deque[tuple[int, bytes]] = deque()
         self._transport = ""
@@ -102,32 +101,27 @@ class UcxLink:
         if not self.open:
             raise LinkClosedError(f"the link to {self.peer} is closed")
         assert isinstance(remote, UcxRemoteRegion)
-        read = PendingRead(token, batch, remote, region)
-        if self.cma is None or int(batch.nbytes.sum()) >= len(batch) * _LARGE_READ:
-            self.issue(read)
+        read = PendingRead(token, self)
+        if self.cma is not None:
+            self.copies.add(read)
+            self.owner.copies.add(CmaCopy(self.cma, batch, remote.address, token, read), int(batch.nbytes.sum()))
+            return
+        self._issue(read, batch, remote, region)
         self.reads.append(read)
 
-    def issue(self, read: PendingRead) -> None:
+    def _issue(self, read: PendingRead, batch: ReadBatch, remote: UcxRemoteRegion, region: int | None) -> None:
         """Hand a batch to UCX. Raises TransceiverError when nothing was started."""
-        ucp, param, key, base = (
-            self.fabric.ucp,
-            self.fabric.get_param(read.region),
-            read.remote.key,
-            read.remote.address,
-        )
-        batch = read.batch
-        requests: list[int] = []
-        read.requests = requests
+        ucp, param, key = self.fabric.ucp, self.fabric.get_param(region), remote.key
         try:
             for local, offset, nbytes in zip(
                 batch.local.tolist(), batch.offset.tolist(), batch.nbytes.tolist(), strict=True
             ):
-                request = ucp.get(self.handle, local, nbytes, base + offset, key, param)
+                request = ucp.get(self.handle, local, nbytes, remote.address + offset, key, param)
                 if request:
-                    requests.append(request)
+                    read.requests.append(request)
         except UcpError as error:
             read.error = str(error)
-            if not requests:
+            if not read.requests:
                 raise TransceiverError(f"cannot read from {self.peer}: {error}") from error
 
     def trust(self) -> None:

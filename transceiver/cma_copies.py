@@ -1,0 +1,158 @@
+"""Kernel copies under way: the loop's thread and helper threads take pieces of batches from one queue.
+
+One `process_vm_readv` is slower than a copy inside one process (the kernel looks up every 4 KiB of the peer), so two
+cores are put to it. Used by `transceiver.ucx` only. A piece is copied outside any lock; a batch is reported once, when
+no thread can write for it any more.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Collection
+
+import numpy as np
+
+from transceiver.cma import CmaPlan, CmaReader
+from transceiver.transport import LandingRead, ReadBatch
+
+__all__ = ["CmaCopies", "CmaCopy"]
+
+_PIECE_BYTES = 2 << 20
+_WAKE_BYTES = 768 << 10  # less than this is done before a helper has woken up
+
+
+class CmaCopy:
+    """A batch on its way. `owner` is whatever the transport wants back with it.
+
+    A batch whose token wants to work on what has landed is copied in one piece, by the thread that then does this work:
+    the bytes are still in its core's cache.
+    """
+
+    __slots__ = ("_plan", "_reader", "_token", "error", "next", "owner", "pieces", "running")
+
+    def __init__(self, reader: CmaReader, batch: ReadBatch, base: int, token: object, owner: object) -> None:
+        self.owner = owner
+        self.error: str | None = None
+        self.next = 0
+        self.running = 0
+        self._reader = reader
+        self._token = token if isinstance(token, LandingRead) and token.wants_landing else None
+        remote = batch.offset + np.uint64(base)
+        self._plan = CmaPlan(batch.local, remote, batch.nbytes, 0 if self._token is not None else _PIECE_BYTES)
+        self.pieces = 1 if self._token is not None else self._plan.pieces
+
+    @property
+    def finished(self) -> bool:
+        """No piece is left, none is under way."""
+        return not self.running and self.next >= self.pieces
+
+    def copy(self, piece: int) -> None:
+        """Copy one piece; blocks for it. Raises OSError, and what the token's work raises."""
+        if self._token is None:
+            self._reader.copy(self._plan, piece)
+            return
+        for number in range(self._plan.pieces):
+            self._reader.copy(self._plan, number)
+        self._token.landed()
+
+
+class CmaCopies:
+    """All copies of one transport. `wake` makes the loop's poll return; any thread may call it."""
+
+    def __init__(self, helpers: int, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self._lock = threading.Lock()
+        self._open: deque[CmaCopy] = deque()
+        self._done: deque[CmaCopy] = deque()
+        self._asleep = False
+        self._calls: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._helpers = helpers
+        self._threads: list[threading.Thread] = []  # started when first needed
+
+    # --- the loop -------------------------------------------------------------------------------------------------
+
+    def add(self, copy: CmaCopy, nbytes: int) -> None:
+        """Take a batch on. Its end comes from `take`."""
+        with self._lock:
+            self._open.append(copy)
+        if (nbytes >= _WAKE_BYTES or len(self._open) > 1) and self._calls.qsize() < self._helpers:
+            if len(self._threads) < self._helpers:
+                name = f"kvferry-copy-{len(self._threads)}"
+                self._threads.append(threading.Thread(target=self._help, name=name, daemon=True))
+                self._threads[-1].start()
+            self._calls.put(True)
+
+    def step(self) -> bool:
+        """Copy one piece here; False when there is none."""
+        return self._one(here=True)
+
+    def take(self) -> CmaCopy | None:
+        """A batch that has ended, taken out of this object."""
+        with self._lock:
+            return self._done.popleft() if self._done else None
+
+    def may_sleep(self) -> bool:
+        """The loop is about to wait; False: there is something to do. After True `wake` follows the next end."""
+        with self._lock:
+            self._asleep = not self._done and not self._open
+            return self._asleep
+
+    def abandon(self, owners: Collection[object], error: str) -> None:
+        """Start no more pieces of these owners' batches; they end with `error` once none is under way."""
+        with self._lock:
+            for copy in [copy for copy in self._open if copy.owner in owners]:
+                copy.error = copy.error or error
+                copy.next = copy.pieces
+                self._open.remove(copy)
+                if copy.finished:
+                    self._done.append(copy)
+
+    def close(self) -> None:
+        """End the helpers; blocks for the pieces under way."""
+        for _ in self._threads:
+            self._calls.put(False)
+        for thread in self._threads:
+            thread.join()
+        self._threads.clear()
+
+    # --- any of the threads -----------------------------------------------------------------------------------------
+
+    def _one(self, *, here: bool = False) -> bool:
+        """Claim a piece and copy it; False when there is none."""
+        with self._lock:
+            if not self._open:
+                return False
+            copy = self._open[0]
+            piece = copy.next
+            copy.next += 1
+            copy.running += 1
+            if copy.next >= copy.pieces:
+                self._open.popleft()
+        error = None
+        try:
+            copy.copy(piece)
+        except OSError as failure:
+            error = f"reading the peer's memory: {failure}"
+        except Exception as failure:  # the token's own work; the transfer fails, not this thread
+            error = f"could not place or hash received blocks: {failure!r}"
+        wake = False
+        with self._lock:
+            copy.running -= 1
+            if error is not None:
+                copy.error = copy.error or error
+                if copy.next < copy.pieces:
+                    copy.next = copy.pieces
+                    self._open.remove(copy)
+            if copy.finished:
+                self._done.append(copy)
+                wake, self._asleep = self._asleep and not here, False
+        if wake:
+            self._wake()
+        return True
+
+    def _help(self) -> None:
+        while self._calls.get():
+            while self._one():
+                pass
