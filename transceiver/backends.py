@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from transceiver.config import CacheTransceiverConfig, TransceiverBackend
 from transceiver.errors import TransportUnavailableError
 from transceiver.testing import FaultInjector
@@ -11,9 +13,10 @@ __all__ = ["make_transport"]
 
 
 def make_transport(
-    worker_id: str, config: CacheTransceiverConfig, host: str, faults: FaultInjector | None
-) -> Transport:
-    """The transport of `config.backend`, not opened yet. Raises TransportUnavailableError."""
+    worker_id: str, config: CacheTransceiverConfig, host: str, faults: FaultInjector | None,
+    devices: Iterable[str] = (),
+) -> Transport:  # fmt: skip
+    """The transport of `config.backend`, not opened yet. `devices` hold the pools. Raises TransportUnavailableError."""
     match config.backend:
         case TransceiverBackend.INPROC:
             from transceiver.inproc import InprocTransport
@@ -28,4 +31,4 @@ def make_transport(
         case TransceiverBackend.UCX:
             from transceiver.ucx import UcxTransport
 
-            return UcxTransport(host, config)
+            return UcxTransport(host, config, devices)

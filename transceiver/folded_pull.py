@@ -37,6 +37,8 @@ def fold_outcomes(outcomes: Sequence[TransferOutcome], first: TransferOutcome | 
         "+".join(sorted({outcome.transport for outcome in outcomes if outcome.transport})),
         tuple(bad),
         seconds,
+        sum(outcome.retries for outcome in outcomes),
+        sum(outcome.digest_mismatches for outcome in outcomes),
     )
 
 

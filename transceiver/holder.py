@@ -9,7 +9,7 @@ from __future__ import annotations
 import hmac
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +39,7 @@ class HolderSide:
     def __init__(self, context: LoopContext, boot: bytes) -> None:
         self._ctx = context
         self._boot = boot
+        self.is_linked: Callable[[str], bool] = lambda _: False  # worker id -> a proven link of it stands
         self._open: dict[str, Publication] = {}
         self._active: dict[tuple[int, int], ActivePull] = {}
         self._ended: OrderedDict[str, str] = OrderedDict()
@@ -66,7 +67,7 @@ class HolderSide:
             self._warm(publication.tables(), publication)
         for parked in self._parked.pop(publication.transfer_id, ()):
             parked.timer.cancel()
-            self.on_request(parked.link, parked.request, parked.parts)
+            self.on_request(parked.link, parked.request, parked.parts, parked.worker_id)
 
     def cancel(self, publication: Publication) -> None:
         """The owner wants this grant to end."""
@@ -82,17 +83,19 @@ class HolderSide:
 
     # --- from the peer ------------------------------------------------------------------------------------------
 
-    def on_request(self, link: Link, request: PullRequest, parts: tuple[PartView | None, ...] = ()) -> None:
-        """A receiver names the blocks it lacks; `parts`: which part of a page it shares, per group."""
+    def on_request(
+        self, link: Link, request: PullRequest, parts: tuple[PartView | None, ...] = (), worker_id: str = ""
+    ) -> None:
+        """Receiver `worker_id` names the blocks it lacks; `parts`: which part of a page it shares, per group."""
         stats = self._ctx.stats
         if (id(link), request.pull_id) in self._active:
             stats.stale_messages += 1
             return
         publication = self._open.get(request.transfer_id)
         if publication is None:
-            self._unpublished(link, request, parts)
+            self._unpublished(link, request, parts, worker_id)
             return
-        refusal = self._refusal(publication, request)
+        refusal = self._refusal(publication, request, worker_id)
         if refusal is not None:
             stats.refused_pulls += 1
             self._tell(link, Refuse(request.pull_id, *refusal))
@@ -103,20 +106,24 @@ class HolderSide:
         publication.machine.advance(TransferState.TRANSFERRING)
         self._grant(active)
 
-    def _refusal(self, publication: Publication, request: PullRequest) -> tuple[str, str] | None:
+    def _refusal(self, publication: Publication, request: PullRequest, worker_id: str) -> tuple[str, str] | None:
         if not hmac.compare_digest(publication.ticket.token, request.token):
             return "token", "the token does not belong to this grant"
         if publication.conversation != request.conversation:
             return "conversation", "the grant belongs to another conversation"
         if publication.scope != request.scope:
             return "scope", "the grant belongs to another reuse scope"
+        if publication.receiver is not None and publication.receiver != worker_id:
+            return "receiver", "the grant belongs to another worker"
         if self._of(publication):
             return "transfer_id", "another receiver is pulling this grant"
         if sum(len(g.ordinals) for g in request.groups) > self._ctx.config.max_blocks_per_pull:
             return "groups", "more blocks than max_blocks_per_pull"
         return None
 
-    def _unpublished(self, link: Link, request: PullRequest, parts: tuple[PartView | None, ...]) -> None:
+    def _unpublished(
+        self, link: Link, request: PullRequest, parts: tuple[PartView | None, ...], worker_id: str
+    ) -> None:
         """Either side may come first: keep a request whose token is genuine until its publication comes."""
         ended = self._ended.get(request.transfer_id)
         genuine = hmac.compare_digest(
@@ -137,7 +144,7 @@ class HolderSide:
             return
         ttl = min(self._ctx.config.early_request_ttl_ms, max(1, request.timeout_ms)) / 1000
         timer = self._ctx.after(ttl, lambda: self._drop_parked(request.transfer_id, link, request.pull_id))
-        waiting.append(ParkedRequest(link, request, parts, timer))
+        waiting.append(ParkedRequest(link, request, parts, timer, worker_id))
 
     def _unpark(self, transfer_id: str, link: Link, pull_id: int | None) -> bool:
         kept: list[ParkedRequest] = []
@@ -175,8 +182,8 @@ class HolderSide:
             status, reason = active.status, active.reason
         self._resolve(active.publication, status, reason, active, ack)
 
-    def on_lost(self, link: Link, reason: str) -> None:
-        """Whoever was pulling over this link is gone."""
+    def on_lost(self, link: Link, reason: str, worker_id: str = "") -> None:
+        """Whoever was pulling over this link is gone; grants for `worker_id` alone end unless it comes back soon."""
         for key, active in list(self._active.items()):
             if active.link is link:
                 del self._active[key]
@@ -186,6 +193,17 @@ class HolderSide:
                 self._resolve(active.publication, status, active.reason or f"receiver lost: {reason}", active)
         for transfer_id in list(self._parked):
             self._unpark(transfer_id, link, None)
+        orphans = [p for p in self._open.values() if worker_id and p.receiver == worker_id]
+        if orphans:
+            grace = self._ctx.config.connect_timeout_ms / 1000
+            self._ctx.after(grace, lambda: self._end_orphans(orphans, worker_id, reason))
+
+    def _end_orphans(self, publications: list[Publication], worker_id: str, reason: str) -> None:
+        """Grants whose only receiver vanished before it asked."""
+        if self.is_linked(worker_id):
+            return
+        for publication in publications:
+            self._stop(publication, TransferStatus.FAILED, f"receiver lost: {reason}")
 
     # --- inside -------------------------------------------------------------------------------------------------
 

@@ -39,6 +39,7 @@ class ParkedRequest:
     request: PullRequest
     parts: tuple[PartView | None, ...]
     timer: Timer
+    worker_id: str
 
 
 def request_columns(

@@ -46,6 +46,7 @@ class InprocLink:
     """One end of a link between two transports of this process."""
 
     transport = "inproc"
+    detail = "memory copy in one process"
     direct_read_bytes = 64 << 10
 
     def __init__(self, owner: InprocTransport, peer: str) -> None:
@@ -62,7 +63,7 @@ class InprocLink:
             raise LinkClosedError(f"the link to {self.peer} is closed")
         self.owner.send(self, other, payload)
 
-    def open_region(self, address: int, nbytes: int, key: bytes) -> RemoteRegion:
+    def open_region(self, address: int, nbytes: int, key: bytes, device: str = "cpu") -> RemoteRegion:
         if key != b"inproc":
             raise TransceiverError("this key is not for the inproc transport")
         return _Region(address, nbytes)

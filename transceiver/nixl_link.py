@@ -63,6 +63,7 @@ class NixlLink:
     control: ControlSocket
     peer: str
     transport: str = "nixl"
+    detail: str = "NIXL reads; which of its transports it takes, NIXL does not say"
     direct_read_bytes: int = 64 << 10
     open: bool = True
     agents: set[str] = field(default_factory=set)  # names this link has loaded
@@ -77,12 +78,12 @@ class NixlLink:
             raise LinkClosedError(f"cannot send to {self.peer}: {error}") from error
         self.owner.sent(self)
 
-    def open_region(self, address: int, nbytes: int, key: bytes) -> RemoteRegion:
+    def open_region(self, address: int, nbytes: int, key: bytes, device: str = "cpu") -> RemoteRegion:
         if not self.open:
             raise LinkClosedError(f"the link to {self.peer} is closed")
-        memory, device, metadata = unpack_region_key(key)
+        memory, number, metadata = unpack_region_key(key)
         agent = self.owner.fabric.load(self, metadata)
-        return NixlRemoteRegion(address, nbytes, memory, device, agent)
+        return NixlRemoteRegion(address, nbytes, memory, number, agent)
 
     def get(self, batch: ReadBatch, remote: RemoteRegion, region: int | None, token: object) -> None:
         if not self.open:

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from transceiver.device_memory import HOST
 from transceiver.loop_context import Timer
 from transceiver.messages import Challenge, Hello, RegionInfo
-from transceiver.page_part import PagePart
+from transceiver.page_part import PagePart, PoolShape
 from transceiver.receiver import Pull
 from transceiver.transport import Link, RemoteRegion
 
@@ -40,6 +41,7 @@ class Peer:
     timer: Timer | None = None
     pulls: dict[int, Pull] = field(default_factory=dict)
     parts: tuple[PagePart | None, ...] = ()
+    pools: tuple[PoolShape, ...] = ()
     farewells: list[bytes] = field(default_factory=list)
     infos: dict[tuple[int, int], RegionInfo] = field(default_factory=dict)
     regions: dict[tuple[int, int], RemoteRegion] = field(default_factory=dict)
@@ -65,5 +67,6 @@ class Peer:
         region = self.regions.get((kind, group))
         if region is None:
             info = self.infos[kind, group]
-            region = self.regions[kind, group] = self.link.open_region(info.address, info.nbytes, info.key)
+            device = self.pools[group].device if kind == 0 and self.pools else HOST
+            region = self.regions[kind, group] = self.link.open_region(info.address, info.nbytes, info.key, device)
         return region

@@ -63,6 +63,7 @@ class PeerTable:
     def __init__(self, context: LoopContext, holder: HolderSide, nonce: Callable[[], bytes]) -> None:
         self._ctx = context
         self._holder = holder
+        holder.is_linked = self._is_linked
         self.own_regions: tuple[RegionInfo, ...] = ()  # set before the first peer can connect
         self._nonce = nonce
         regions = [context.storage.region(group) for group in range(len(context.storage.layout.groups))]
@@ -109,6 +110,10 @@ class PeerTable:
             stats.bytes += outcome.bytes
             stats.segments += outcome.segments
             stats.transfer_s += outcome.seconds.get("transfer", 0.0)
+            stats.queue_s += outcome.seconds.get("queue", 0.0)
+            stats.prepare_s += outcome.seconds.get("prepare", 0.0)
+            stats.retries += outcome.retries
+            stats.detail = peer.link.detail
 
     def _connect(self, address: str) -> Peer:
         if len(self._by_link) >= self._ctx.config.max_links:
@@ -147,7 +152,10 @@ class PeerTable:
         peer = self._by_link.get(id(link))
         if peer is not None:
             self._ctx.stats.lost_links += 1
+            again = self._taken_along(peer) if peer.outgoing and peer.phase is LinkPhase.READY else []
             self._forget(peer, reason)
+            for pull in again:
+                self.attach(pull)
 
     def on_get_done(self, link: Link, token: object, error: str | None) -> None:
         assert isinstance(token, Read)
@@ -199,7 +207,7 @@ class PeerTable:
                 self._tell(peer, Welcome(self._layout, self.own_regions, self._ctx.transport.identity))
             case Welcome() if peer.outgoing and peer.phase is LinkPhase.PROVING:
                 layout = check_layout(self._own, message.layout)
-                peer.parts = parts_between(layout, self._own)
+                peer.parts, peer.pools = parts_between(layout, self._own), layout.pools
                 self._check_regions(peer, layout, message)
                 if not peer.link.on_peer_process(message.identity, peer.infos[1, 0].address):
                     self._connect_anew(peer)
@@ -217,6 +225,20 @@ class PeerTable:
             case _:
                 raise WireFormatError(f"{type(message).__name__} is not expected now")
 
+    def _taken_along(self, peer: Peer) -> list[Pull]:
+        """Pulls of a link that broke before the holder answered them: they go on over a new one."""
+        again = [pull for pull in peer.pulls.values() if pull.try_again()]
+        for pull in again:
+            del peer.pulls[pull.pull_id]
+        self._ctx.stats.retries += len(again)
+        return again
+
+    def _is_linked(self, worker_id: str) -> bool:
+        return any(
+            peer.worker_id == worker_id and not peer.outgoing and peer.phase is LinkPhase.READY
+            for peer in self._by_link.values()
+        )
+
     def _connect_anew(self, peer: Peer) -> None:
         """This link cannot read from its peer: its pulls go on over another one."""
         pulls, peer.pulls = peer.pulls, {}
@@ -225,6 +247,8 @@ class PeerTable:
         if farewells:
             self._connect(peer.address).farewells = farewells
         for pull in pulls.values():
+            pull.retries += 1
+            self._ctx.stats.retries += 1
             self.attach(pull)
 
     def _ready(self, peer: Peer) -> None:
@@ -252,9 +276,8 @@ class PeerTable:
         if not peer.outgoing:
             match message:
                 case PullRequest():
-                    self._holder.on_request(
-                        peer.link, message, tuple(part.holder if part else None for part in peer.parts)
-                    )
+                    parts = tuple(part.holder if part else None for part in peer.parts)
+                    self._holder.on_request(peer.link, message, parts, peer.worker_id)
                 case Ack():
                     self._holder.on_ack(peer.link, message)
                 case Refuse():
@@ -315,7 +338,7 @@ class PeerTable:
         for pull in list(peer.pulls.values()):
             pull.on_lost(reason)
         if not peer.outgoing:
-            self._holder.on_lost(peer.link, reason)
+            self._holder.on_lost(peer.link, reason, peer.worker_id)
 
     def _tell(self, peer: Peer, message: Message) -> None:
         self._send(peer, encode(message))

@@ -29,12 +29,14 @@ class Publication:
         self, ticket: GrantTicket, tables: tuple[BlockTable, ...], conversation: bytes, scope: bytes, lease_s: float,
         created: float, request_cancel: Callable[[Publication], None],
         request_extend: Callable[[Publication, tuple[BlockTable, ...], bool], None], complete: bool = True,
+        receiver: str | None = None,
     ) -> None:  # fmt: skip
         self.ticket = ticket
         self.future: Future[TransferOutcome] = Future()
         self.future.set_running_or_notify_cancel()  # a cancelled asyncio wrapper must not cancel it
         self.conversation = conversation
         self.scope = scope
+        self.receiver = receiver
         self.lease_s = lease_s
         self.created = created
         self.machine = TransferStateMachine()

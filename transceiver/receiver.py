@@ -31,6 +31,7 @@ __all__ = ["Pull"]
 
 _log = logging.getLogger(__name__)
 _UNKNOWN, _MISSING = -2, -1
+_MAX_RETRIES = 1
 
 
 class Pull:
@@ -61,6 +62,8 @@ class Pull:
         self._peer: Peer | None = None
         self._created = context.clock()
         self._marks: dict[str, float] = {}
+        self.retries = 0
+        self._mismatches = 0
         empty = np.empty(0, np.int32)
         count = sum(len(t) for t in tables)
         self._rows = Rows(
@@ -104,7 +107,8 @@ class Pull:
 
     def on_link(self, peer: Peer) -> None:
         """The link to the holder is ready: ask."""
-        if not self._machine.advance(TransferState.READY):
+        again = self.retries and self._peer is None and self.state is TransferState.READY
+        if not again and not self._machine.advance(TransferState.READY):
             return
         self._peer = peer
         self._marks["connect"] = self._ctx.clock()
@@ -145,6 +149,18 @@ class Pull:
     def on_lost(self, reason: str) -> None:
         """The holder is gone; its reads were completed before this call."""
         self.fail(TransferStatus.FAILED, f"holder lost: {reason}", tell=False)
+
+    def try_again(self) -> bool:
+        """The link broke. True when the holder had not answered yet: ask again, once, on a new link.
+
+        A link that stood idle may have been cut by anything between the two; if it was the holder that died, the new
+        link fails at once.
+        """
+        if self._machine.terminal or "grant" in self._marks or self.retries >= _MAX_RETRIES:
+            return False
+        self.retries += 1
+        self._peer = None
+        return True
 
     def on_grant(self, message: Grant) -> None:
         """Rows that may be read now."""
@@ -225,6 +241,7 @@ class Pull:
             wrong = self._checks.mismatches(arrived)
             self._ctx.stats.digests_checked += len(arrived)
             self._ctx.stats.digest_mismatches += len(wrong)
+            self._mismatches = len(wrong)
             self._bad[wrong] = True
         self._finish()
 
@@ -266,7 +283,8 @@ class Pull:
         bad = tuple(zip(self._rows.group[self._bad].tolist(), self._rows.ordinal[self._bad].tolist(), strict=True))
         transport = peer.link.transport if peer is not None else ""
         outcome = TransferOutcome(
-            status, reason, good, self.data.bytes, self.data.segments, transport, bad, self._seconds(now)
+            status, reason, good, self.data.bytes, self.data.segments, transport, bad, self._seconds(now), self.retries,
+            self._mismatches,
         )  # fmt: skip
         self._ctx.post(lambda: self._watch_drain(peer))
         self.future.set_result(outcome)

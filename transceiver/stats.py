@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class LinkStats:
-    """What one link has moved. Times in seconds."""
+    """What one link has moved. Times in seconds, summed over its pulls; `detail` says how, in words."""
 
     peer: str
     transport: str
@@ -27,6 +27,15 @@ class LinkStats:
     bytes: int = 0
     segments: int = 0
     transfer_s: float = 0.0
+    queue_s: float = 0.0
+    prepare_s: float = 0.0
+    retries: int = 0
+    detail: str = ""
+
+    @property
+    def mean_segment_bytes(self) -> float:
+        """Mean size of a read after adjacent pages were joined (0 before the first)."""
+        return self.bytes / self.segments if self.segments else 0.0
 
     @property
     def bandwidth(self) -> float:
@@ -64,6 +73,7 @@ class TransceiverStats:
     refused_pulls: int = 0
     lost_links: int = 0
     reconnects: int = 0
+    retries: int = 0
     links: dict[str, LinkStats] = field(default_factory=dict)
 
 
@@ -87,6 +97,8 @@ class PerfRow:
     verify_ms: float
     task_ms: float
     throughput_mib_s: float
+    retries: int
+    digest_mismatches: int
 
 
 class PerfCsv:

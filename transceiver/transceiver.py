@@ -57,7 +57,8 @@ class CacheTransceiver:
             raise ValueError(f"the cluster secret has {len(secret)} bytes: use at least {MIN_SECRET_BYTES}")
         if not 0 < len(worker_id) <= 256:
             raise ValueError("worker_id needs 1 to 256 characters")
-        self._transport = make_transport(worker_id, config, host, faults)
+        devices = {storage.region(group).device for group in range(len(storage.layout.groups))}
+        self._transport = make_transport(worker_id, config, host, faults, devices)
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="kvferry-digest")
         self._ctx = LoopContext(worker_id, storage, config, secret, self._transport, self._executor, clock, shares)
         self._holder = HolderSide(self._ctx, secrets.token_bytes(16))
@@ -116,9 +117,12 @@ class CacheTransceiver:
 
     def publish(
         self, transfer_id: str, tables: tuple[BlockTable, ...], *, conversation_id: str | None, scope: bytes,
-        lease_s: float, open_ended: bool = False,
+        lease_s: float, open_ended: bool = False, receiver: str | None = None,
     ) -> Publication:  # fmt: skip
         """Let one receiver pull these blocks; returns at once with the ticket to hand to it.
+
+        `receiver` names the only worker that may pull, if it is known: others are refused, and when its link breaks and
+        does not come back within connect_timeout_ms the grant ends as FAILED, long before the lease.
 
         The pages stay the caller's, who keeps them pinned until `Publication.future` resolves, `lease_s` seconds from
         now at the latest (plus a bounded wait when a receiver is reading). With `open_ended` more blocks follow through
@@ -138,6 +142,7 @@ class CacheTransceiver:
             ticket, tables, conversation, scope, lease_s, self._ctx.clock(),
             lambda p: self._ctx.post(lambda: self._holder.cancel(p)),
             lambda p, more, last: self._ctx.post(lambda: self._holder.extend(p, more, last=last)), not open_ended,
+            receiver,
         )  # fmt: skip
         with self._lock:
             if len(self._open_publications) >= self._ctx.config.max_publications:

@@ -50,4 +50,5 @@ def perf_row(ticket: GrantTicket, outcome: TransferOutcome) -> PerfRow:
         transfer_ms=transfer * 1e3, verify_ms=seconds.get("verify", 0.0) * 1e3,
         task_ms=seconds.get("total", 0.0) * 1e3,
         throughput_mib_s=outcome.bytes / transfer / 2**20 if transfer > 0 else 0.0,
+        retries=outcome.retries, digest_mismatches=outcome.digest_mismatches,
     )  # fmt: skip

@@ -36,7 +36,8 @@ class TransferOutcome:
     """How a transfer ended, on either side.
 
     bad_ordinals: (group, ordinal) of blocks that arrived but failed the digest or generation check; the receiver must
-    not publish them. Times are seconds.
+    not publish them. Times are seconds. `retries`: how often it began again on a new link.
+    `digest_mismatches`: blocks that arrived with a wrong digest.
     """
 
     status: TransferStatus
@@ -47,3 +48,5 @@ class TransferOutcome:
     transport: str = ""
     bad_ordinals: tuple[tuple[int, int], ...] = ()
     seconds: dict[str, float] = field(default_factory=dict)
+    retries: int = 0
+    digest_mismatches: int = 0

@@ -70,6 +70,11 @@ class Link(Protocol):
         ...
 
     @property
+    def detail(self) -> str:
+        """How, in a few words for a person: the call that copies, and why a faster one does not."""
+        ...
+
+    @property
     def direct_read_bytes(self) -> int:
         """Pieces of at least this size are best read straight to their place; smaller ones through a buffer."""
         ...
@@ -78,8 +83,8 @@ class Link(Protocol):
         """Queue one message; order is kept. Raises LinkClosedError."""
         ...
 
-    def open_region(self, address: int, nbytes: int, key: bytes) -> RemoteRegion:
-        """Make a peer's region readable. Raises TransceiverError for a key that does not fit."""
+    def open_region(self, address: int, nbytes: int, key: bytes, device: str = "cpu") -> RemoteRegion:
+        """Make a peer's region, on `device` there, readable. Raises TransceiverError for a key that does not fit."""
         ...
 
     def get(self, batch: ReadBatch, remote: RemoteRegion, region: int | None, token: object) -> None:

@@ -18,6 +18,7 @@ UCS_INPROGRESS = 1
 _ERROR_POINTERS = 100  # a status pointer in the last 100 addresses is a negated error code
 _AM_EAGER_REPLY = 0x1 | 0x2
 _MAP_NONBLOCK = 0x1
+_MAP_FIELDS = 0x1 | 0x2 | 0x4 | 0x10  # address, length, flags, memory type
 _ATTR_FLAGS = 0x10
 _ATTR_MEMH = 0x100
 
@@ -129,9 +130,11 @@ class UcpBinding:
         if status != UCS_OK:
             raise UcpError(f"{what}: {self.status_text(status)}")
 
-    def map_memory(self, context: int, address: int, nbytes: int) -> int:
-        """Register `nbytes` at `address`; returns the memory handle. Raises UcpError."""
-        params = _MapParams(field_mask=0x7, address=address, length=nbytes, flags=_MAP_NONBLOCK)
+    def map_memory(self, context: int, address: int, nbytes: int, memory_type: int = 0) -> int:
+        """Register `nbytes` at `address` (memory_type 0: host, 1: CUDA); returns the memory handle. Raises UcpError."""
+        params = _MapParams(
+            field_mask=_MAP_FIELDS, address=address, length=nbytes, flags=_MAP_NONBLOCK, memory_type=memory_type
+        )
         handle = c_void_p()
         self._check(self._lib.ucp_mem_map(context, ctypes.byref(params), ctypes.byref(handle)), "ucp_mem_map")
         return int(handle.value or 0)

@@ -13,12 +13,14 @@ import select
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 from kvcache.storage.page_storage import MemoryRegion
 from transceiver.cma import process_identity
 from transceiver.cma_copies import CmaCopies
 from transceiver.config import CacheTransceiverConfig
+from transceiver.device_memory import HOST, tls_with_devices
 from transceiver.errors import TransceiverError, TransportUnavailableError
 from transceiver.transport import TransportHandler
 from transceiver.ucp_binding import UCS_INPROGRESS, UCS_OK
@@ -54,16 +56,17 @@ def parse_address(address: str) -> tuple[str, int]:
 class UcxTransport:
     """Implements `Transport` over one UCX context and worker."""
 
-    def __init__(self, host: str, config: CacheTransceiverConfig) -> None:
+    def __init__(self, host: str, config: CacheTransceiverConfig, devices: Iterable[str] = ()) -> None:
         self._host = host
         self._config = config
+        self._tls = tls_with_devices(config.ucx_tls, devices)
         self._links: dict[int, UcxLink] = {}
         self._inbox: deque[tuple[int, bytes]] = deque()
         self._accepted: deque[UcxLink] = deque()
         self._lost: deque[UcxLink] = deque()
         self._regions: list[MemoryRegion] = []
         self._fabrics: list[UcxFabric] = []  # the configured one, and one without cma when the kernel refuses that
-        self._no_cma: set[str] = set()
+        self.no_cma: dict[str, str] = {}  # address -> why later connections to it use no cma lane
         self.copies = CmaCopies(max(0, config.copy_threads - 1), self.wake)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wake_lock = threading.Lock()
@@ -94,11 +97,11 @@ class UcxTransport:
         self._epoll = select.epoll()
         self._epoll.register(self._wake_fd, select.EPOLLIN)
         try:
-            main = self._add_fabric(self._config.ucx_tls)
+            main = self._add_fabric(self._tls)
             self._listener = api.UCXListener.create(main.worker, 0, self._on_connect)
         except (RuntimeError, OSError, ValueError) as error:
             raise TransportUnavailableError(
-                f"UCX cannot start with TLS={self._config.ucx_tls}: {error}; check cache_transceiver_config.ucx_tls"
+                f"UCX cannot start with TLS={self._tls}: {error}; check cache_transceiver_config.ucx_tls"
             ) from error
 
     def _add_fabric(self, tls: str) -> UcxFabric:
@@ -115,15 +118,15 @@ class UcxTransport:
         number = len(self._regions)
         return number, self._fabrics[0].map(number, region)
 
-    def avoid_cma(self, address: str) -> None:
-        """Later connections to this address use no cma lane."""
-        self._no_cma.add(address)
+    def device_of(self, registration: int | None) -> str:
+        """Where the memory of a registration lies (None: unregistered host memory)."""
+        return HOST if registration is None else self._regions[registration - 1].device
 
     def _fabric_for(self, address: str) -> UcxFabric:
-        if address not in self._no_cma:
+        if address not in self.no_cma:
             return self._fabrics[0]
         if len(self._fabrics) == 1:
-            rest = [name for name in self._config.ucx_tls.split(",") if name not in ("cma", "all")]
+            rest = [name for name in self._tls.split(",") if name not in ("cma", "all")]
             self._add_fabric(",".join(rest or ["tcp"]))
         return self._fabrics[1]
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvcache.storage.page_storage import MemoryRegion
+from transceiver.device_memory import memory_type
 from transceiver.ucp_binding import UcpBinding
 from transceiver.ucx_link import AM_ID
 
@@ -33,7 +34,7 @@ class UcxFabric:
 
     def map(self, registration: int, region: MemoryRegion) -> bytes:
         """Register memory under the transport's number; returns its packed key."""
-        handle = self.ucp.map_memory(self.context.handle, region.address, region.nbytes)
+        handle = self.ucp.map_memory(self.context.handle, region.address, region.nbytes, memory_type(region.device))
         self._regions[registration] = handle
         return self.ucp.pack_key(self.context.handle, handle)
 

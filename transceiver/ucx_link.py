@@ -12,6 +12,7 @@ import numpy as np
 
 from transceiver.cma import CmaReader, same_host_pid
 from transceiver.cma_copies import CmaCopy
+from transceiver.device_memory import HOST, kernel_may_copy
 from transceiver.errors import LinkClosedError, TransceiverError
 from transceiver.transport import ReadBatch, RemoteRegion
 from transceiver.ucp_binding import UcpError
@@ -32,6 +33,7 @@ class UcxRemoteRegion:
     address: int
     nbytes: int
     key: int
+    device: str = HOST
 
 
 @dataclass(slots=True, eq=False)
@@ -71,6 +73,13 @@ class UcxLink:
         return self._transport
 
     @property
+    def detail(self) -> str:
+        if self.cma is not None:
+            return "process_vm_readv"
+        refused = self.owner.no_cma.get(self.peer)
+        return f"ucp_get; the kernel refuses cma: {refused}" if refused else "ucp_get"
+
+    @property
     def direct_read_bytes(self) -> int:
         return 4 << 10 if self.cma is not None else 64 << 10
 
@@ -87,7 +96,7 @@ class UcxLink:
                 self.owner.fail(self)
                 raise LinkClosedError(f"{self.peer} does not take messages: {_MAX_SENDS} are waiting")
 
-    def open_region(self, address: int, nbytes: int, key: bytes) -> RemoteRegion:
+    def open_region(self, address: int, nbytes: int, key: bytes, device: str = HOST) -> RemoteRegion:
         if not self.open:
             raise LinkClosedError(f"the link to {self.peer} is closed")
         try:
@@ -95,14 +104,14 @@ class UcxLink:
         except UcpError as error:
             raise TransceiverError(f"the memory key of {self.peer} cannot be used: {error}") from error
         self.keys.append(handle)
-        return UcxRemoteRegion(address, nbytes, handle)
+        return UcxRemoteRegion(address, nbytes, handle, device)
 
     def get(self, batch: ReadBatch, remote: RemoteRegion, region: int | None, token: object) -> None:
         if not self.open:
             raise LinkClosedError(f"the link to {self.peer} is closed")
         assert isinstance(remote, UcxRemoteRegion)
         read = PendingRead(token, self)
-        if self.cma is not None:
+        if self.cma is not None and kernel_may_copy(remote.device, self.owner.device_of(region)):
             self.copies.add(read)
             self.owner.copies.add(CmaCopy(self.cma, batch, remote.address, token, read), int(batch.nbytes.sum()))
             return
@@ -143,7 +152,7 @@ class UcxLink:
             if error.errno not in (errno.EPERM, errno.EACCES, errno.ENOSYS):
                 raise LinkClosedError(f"{self.peer} cannot be read: {error}") from error
             _log.warning("the kernel refuses cma to %s (%s): its blocks will come over TCP", self.peer, error)
-            self.owner.avoid_cma(self.peer)
+            self.owner.no_cma[self.peer] = error.strerror or str(error)
             return False
         self.cma = reader
         return True
