@@ -9,6 +9,7 @@ __all__ = [
     "ClosedSequenceError",
     "CorruptedCacheError",
     "DropHandleUsedError",
+    "InvalidArgumentError",
     "InvalidSizeError",
     "InvalidTokensError",
     "KvCacheError",
@@ -35,6 +36,10 @@ class NeverFitsError(KvCacheError):
 
 class InvalidTokensError(KvCacheError, ValueError):
     """Token ids that are not a non-empty one-dimensional int32 sequence of ids >= 0, or that contradict the prompt."""
+
+
+class InvalidArgumentError(KvCacheError, TypeError):
+    """An argument of a type that the call does not take."""
 
 
 class InvalidSizeError(KvCacheError, ValueError):

@@ -20,6 +20,7 @@ from kvcache.conversation_manager import ConversationManager
 from kvcache.counters import CacheCounters
 from kvcache.errors import (
     CorruptedCacheError,
+    InvalidArgumentError,
     InvalidSizeError,
     InvalidTokensError,
     KvCacheError,
@@ -159,13 +160,13 @@ class KvCacheManager:
         tokens   int32 (n,), n >= 1, kept without a copy: the caller must not change it. Allocates no page.
         """
         with self.guard():
-            checked = checked_tokens(tokens)
+            checked, digest = checked_tokens(tokens), self._digest(scope)
+            _check_id(conversation_id)
             conversation = None
             if self.ledger is not None:
                 self.ledger.expire_idle()
                 if conversation_id:
                     conversation = self.ledger.prepare(conversation_id, request_id)
-            digest = self._digest(scope)
             if self.tiers is not None and len(self.tiers) and len(checked) > 1:
                 onboard(self, self.tiers, checked[:-1], digest)
             match = self._match(checked, digest)
@@ -183,6 +184,7 @@ class KvCacheManager:
     def end_conversation(self, conversation_id: str) -> bool:
         """Drop the conversation's retained turns and forget it. False for an unknown id."""
         with self.guard():
+            _check_id(conversation_id)
             return self.ledger is not None and self.ledger.end(conversation_id)
 
     def expire_idle(self) -> int:
@@ -196,7 +198,7 @@ class KvCacheManager:
         """
         with self.guard():
             pool = self.pools[self.check_group(group)]
-            if not 1 <= num_pages <= pool.num_pages:
+            if not isinstance(num_pages, int | np.integer) or not 1 <= num_pages <= pool.num_pages:
                 raise InvalidSizeError(f"a budget lies in 1 .. {pool.num_pages} pages of life cycle {group}")
             pool.reserved = pool.num_pages - num_pages
             excess = pool.lacking(0)
@@ -256,8 +258,8 @@ class KvCacheManager:
 
     def check_group(self, group: int) -> int:
         """Raises UnknownLifeCycleError for a group that the layout does not have."""
-        if not 0 <= group < len(self.pools):
-            raise UnknownLifeCycleError(f"no life cycle {group}: the layout has {len(self.pools)}")
+        if not isinstance(group, int) or not 0 <= group < len(self.pools):
+            raise UnknownLifeCycleError(f"no life cycle {group!r}: the layout has 0 .. {len(self.pools) - 1}")
         return group
 
     def check_fits(self, num_tokens: int, blocks: int, per_row: list[int]) -> None:
@@ -364,6 +366,8 @@ class KvCacheManager:
         return self.tree.tiers
 
     def _digest(self, scope: ReuseScope) -> bytes:
+        if not isinstance(scope, ReuseScope):
+            raise InvalidArgumentError(f"a scope is a ReuseScope, not {scope!r}")
         digest = self._scopes.get(scope)
         if digest is None:
             if len(self._scopes) > 4096:
@@ -379,3 +383,8 @@ class KvCacheManager:
     def _require_sound(self) -> None:
         if self.poison_reason is not None:
             raise CorruptedCacheError(f"the cache manager is poisoned ({self.poison_reason}): restart the worker")
+
+
+def _check_id(conversation_id: str | None) -> None:
+    if not (conversation_id is None or isinstance(conversation_id, str)):
+        raise InvalidArgumentError(f"a conversation id is a text or None, not {conversation_id!r}")

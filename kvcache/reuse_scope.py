@@ -25,6 +25,6 @@ class ReuseScope:
             if value is None:
                 hasher.update(b"\x00")
                 continue
-            raw = value.encode()
+            raw = value.encode("utf-8", "surrogatepass")  # any text has a digest, a broken one too
             hasher.update(b"\x01" + len(raw).to_bytes(8, "little") + raw)
         return hasher.digest()

@@ -133,6 +133,8 @@ class SequenceCache:
         """
         with self._manager.guard():
             self.require_open()
+            if not isinstance(num_tokens, (int, np.integer)):
+                raise InvalidSizeError(f"a size is a whole number of tokens, not {num_tokens!r}")
             if num_tokens < max(1, self.num_computed_tokens):
                 raise InvalidSizeError(
                     f"cannot resize to {num_tokens} tokens: {self.num_computed_tokens} are computed already"

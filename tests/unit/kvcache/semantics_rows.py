@@ -1,8 +1,8 @@
 """Which test shows which row of the reference specification (`kvcache-semantics.md`), or why none does.
 
 Rows: S1..S15 the scenarios of section 5 in their order, D1..D6 its points on the two sides, A and B the cases of
-sections 10 and 11, F1..F25 the features of section 14 in their order. A test is named by its file below `tests/` and its
-function; `Overridden` names the decision of the design (section 6) that replaces the row.
+sections 10 and 11, F1..F25 the features of section 14 in their order. A test is named by its file below `tests/` and
+its function; `Overridden` names the decision of the design (section 6) that replaces the row.
 """
 
 from __future__ import annotations
