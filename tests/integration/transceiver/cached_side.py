@@ -75,7 +75,7 @@ class CachedSide:
         self.transceiver.close()
         self.storage.close()
 
-    def offer(self, name: str, tokens: NDArray[np.int32], lease_s: float) -> Publication:
+    def offer(self, name: str, tokens: NDArray[np.int32], lease_s: float, receiver: str | None = None) -> Publication:
         """Compute a prompt and publish all of it; the pin goes when the grant is settled."""
         with self.lock:
             cache = self.manager.create(name, tokens)
@@ -87,7 +87,9 @@ class CachedSide:
             cache.append_computed(tokens[have:], end_of_prompt=True)
             pin, table = cache.pin_for_peer(), cache.block_table(0, len(tokens))
             cache.close()
-        publication = self.transceiver.publish(name, (table,), conversation_id=None, scope=SCOPE, lease_s=lease_s)
+        publication = self.transceiver.publish(
+            name, (table,), conversation_id=None, scope=SCOPE, lease_s=lease_s, receiver=receiver
+        )
 
         def release(_: Any) -> None:
             with self.lock:

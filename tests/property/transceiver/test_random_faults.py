@@ -52,16 +52,17 @@ class RandomFaults(RuleBasedStateMachine):
         self.open_grants: list[Publication] = []
         self.open_fetches: list[tuple[int, Fetch]] = []
 
-    @rule(target=grants, side=st.integers(0, 1), prompt=PROMPTS, lease=TIMES)
-    def offer(self, side: int, prompt: int, lease: float) -> tuple[int, int, Publication]:
-        return side, prompt, self.publish(side, prompt, lease)
+    @rule(target=grants, side=st.integers(0, 1), prompt=PROMPTS, lease=TIMES, bound=st.booleans())
+    def offer(self, side: int, prompt: int, lease: float, bound: bool) -> tuple[int, int, Publication]:
+        receiver = self.sides[1 - side].transceiver._ctx.worker_id if bound else None
+        return side, prompt, self.publish(side, prompt, lease, receiver)
 
-    def publish(self, side: int, prompt: int, lease: float) -> Publication:
+    def publish(self, side: int, prompt: int, lease: float, receiver: str | None = None) -> Publication:
         try:
-            grant = self.sides[side].offer(f"t{next(self.names)}", prompt_of(prompt), lease)
+            grant = self.sides[side].offer(f"t{next(self.names)}", prompt_of(prompt), lease, receiver)
         except OutOfPagesError:
             self.settle()  # everything is pinned: let it end, then there is room
-            grant = self.sides[side].offer(f"t{next(self.names)}", prompt_of(prompt), lease)
+            grant = self.sides[side].offer(f"t{next(self.names)}", prompt_of(prompt), lease, receiver)
         self.open_grants.append(grant)
         return grant
 
