@@ -22,13 +22,13 @@ class Conversation:
 
     __slots__ = ("completed", "conversation_id", "current", "ended", "last_used", "open_requests", "turns")
 
-    def __init__(self, conversation_id: str, now: float) -> None:
+    def __init__(self, conversation_id: str) -> None:
         self.conversation_id = conversation_id
         self.current: str | None = None
         self.completed = 0
         self.open_requests = 0
         self.turns: deque[DropHandle] = deque()
-        self.last_used = now
+        self.last_used = 0.0
         self.ended = False
 
 
@@ -66,8 +66,7 @@ class ConversationManager:
         """
         conversation = self._by_id.get(conversation_id)
         if conversation is None:
-            conversation = Conversation(conversation_id, self._clock())
-            self._by_id[conversation_id] = conversation
+            conversation = self._by_id[conversation_id] = Conversation(conversation_id)
         elif conversation.current is not None:
             _LOG.warning(
                 "conversation %s still computes the prompt of request %s: request %s is not counted as a turn of it",
@@ -79,7 +78,7 @@ class ConversationManager:
         conversation.current = request_id
         conversation.open_requests += 1
         self._touch(conversation)
-        self._bound(conversation)
+        self._bound()
         return conversation
 
     def end_of_prompt(self, conversation: Conversation, request_id: str) -> None:
@@ -144,18 +143,16 @@ class ConversationManager:
     def _oldest_until(self, horizon: float) -> list[Conversation]:
         idle = []
         for conversation in self._by_id.values():
-            if conversation.last_used > horizon:
+            if conversation.last_used >= horizon:
                 break
             if conversation.open_requests == 0:
                 idle.append(conversation)
         return idle
 
-    def _bound(self, newest: Conversation) -> None:
+    def _bound(self) -> None:
+        """End those idle for longest, never one with an open request."""
         while len(self._by_id) > self._max_tracked:
-            oldest = next(
-                (c for c in self._by_id.values() if c.open_requests == 0 and c is not newest),
-                None,
-            )
+            oldest = next((c for c in self._by_id.values() if c.open_requests == 0), None)
             if oldest is None:
                 return
             self.end(oldest.conversation_id)
