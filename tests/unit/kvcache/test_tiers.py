@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
 from pydantic import ValidationError
 
@@ -66,8 +70,6 @@ def test_prefetch_lifts_from_disk_to_host(bench, tmp_path):
         disk_cache_path=str(tmp_path),
     )
     prompts = fill(b, 5)
-    import numpy as np
-
     assert b.manager.prefetch(np.array([*prompts[0], 1], dtype=np.int32)) == 4
     assert b.manager.prefetch(np.array([*prompts[0], 1], dtype=np.int32)) == 0
     assert b.turn([*prompts[0][:15], 7]) == 12
@@ -133,13 +135,117 @@ def test_a_read_only_disk_costs_blocks_not_requests(tmp_path, bench, monkeypatch
     b.manager.close()
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_without_write_permission(tmp_path, bench):
+@pytest.fixture
+def unwritable(tmp_path):
+    """A folder that this user cannot write to, whoever that is: root's permissions end at the kernel's own folders."""
+    if os.geteuid() == 0:
+        return Path("/proc/self")
     folder = tmp_path / "ro"
     folder.mkdir(mode=0o500)
-    b = bench(pages=4, policy="per_request", disk_cache_size=100 * PAGE, disk_cache_path=str(folder))
-    fill(b, 3)
-    assert b.manager.tiers.disk.errors == 1
+    return folder
+
+
+def test_a_folder_that_cannot_be_written(unwritable, bench):
+    now = [0.0]
+    b = bench(
+        pages=4, policy="per_request", disk_cache_size=100 * PAGE, disk_cache_path=str(unwritable), clock=lambda: now[0]
+    )
+    prompts = fill(b, 3)
+    disk = b.manager.tiers.disk
+    assert (disk.errors, len(disk), disk.used_bytes) == (1, 0, 0)  # one attempt, then a pause
+    now[0] = 29.0
+    fill(b, 1, first=10)
+    assert disk.errors == 1
+    now[0] = 31.0
+    fill(b, 1, first=11)
+    assert disk.errors == 2
+    assert b.turn([*prompts[0][:15], 7]) == 0
+    assert b.manager.stats().tiers[1].errors == 2
+    b.manager.close()
+
+
+def test_a_disk_that_is_full(tmp_path):
+    """The kernel itself refuses the bytes: the temporary file leads to a device without room."""
+    now = [0.0]
+    tier = DiskTier(tmp_path, 100 * PAGE, lambda: now[0])
+    assert tier.put(block(1)) == []
+    temporary = tier.path(b"\x02" * 32, b"s" * 32).with_suffix(".tmp")
+    temporary.symlink_to("/dev/full")
+    assert tier.put(block(2)) == [b"\x02" * 32]
+    assert (tier.errors, len(tier), tier.used_bytes) == (1, 1, PAGE)
+    assert not temporary.is_symlink()  # nothing half-written stays
+    assert tier.put(block(3)) == [b"\x03" * 32]  # the pause: not even tried
+    assert tier.errors == 1
+    assert tier.take(b"\x01" * 32, b"s" * 32) == block(1)  # reading goes on
+    now[0] = 31.0
+    assert tier.put(block(2)) == []
+    assert len(tier.clear()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_too_large_for_the_file_system(tmp_path):
+    """A write that ends half-way (here at a limit of the process) leaves no file, and the process goes on."""
+    code = f"""
+import resource, sys
+from pathlib import Path
+from kvcache.tiers import DiskTier, TierBlock
+tier = DiskTier(Path({str(tmp_path)!r}), 10_000, lambda: 0.0)
+make = lambda n, size: TierBlock.of(bytes([n]) * 32, b"s" * 32, 1, ((0, -1, 4, bytes(size)),))
+assert tier.put(make(1, 100)) == []
+resource.setrlimit(resource.RLIMIT_FSIZE, (512, 512))
+assert tier.put(make(2, 5000)) == [bytes([2]) * 32]
+assert (tier.errors, len(tier)) == (1, 1)
+assert tier.take(bytes([1]) * 32, b"s" * 32) == make(1, 100)
+print(sorted(path.name for path in Path({str(tmp_path)!r}).rglob("*") if path.is_file()))
+"""
+    root = Path(__file__).resolve().parents[3]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+
+
+def test_a_file_that_cannot_be_removed(tmp_path, monkeypatch):
+    tier = DiskTier(tmp_path, 100 * PAGE, lambda: 0.0)
+    tier.put(block(1))
+
+    def refuse(self, missing_ok=False):
+        raise OSError(30, "Read-only file system")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("pathlib.Path.unlink", refuse)
+        assert tier.take(b"\x01" * 32, b"s" * 32) == block(1)
+    assert (tier.errors, len(tier), tier.used_bytes) == (1, 0, 0)
+
+
+def test_a_file_that_went_away(tmp_path):
+    tier = DiskTier(tmp_path, 100 * PAGE, lambda: 0.0)
+    tier.put(block(1))
+    tier.path(b"\x01" * 32, b"s" * 32).unlink()
+    assert tier.take(b"\x01" * 32, b"s" * 32) is None
+    assert (tier.errors, tier.corrupt, len(tier), tier.used_bytes) == (1, 0, 0, 0)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+def test_a_small_file_system_that_fills_up(tmp_path, bench):
+    """A real one, where this container lets root mount it."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=16k,nr_inodes=12", "tmpfs", str(folder)], capture_output=True, text=True
+    )
+    if mount.returncode:
+        pytest.skip(f"mount: {mount.stderr.strip()}")
+    try:
+        b = bench(pages=4, policy="per_request", disk_cache_size=100 * PAGE, disk_cache_path=str(folder))
+        prompts = fill(b, 6)
+        disk = b.manager.tiers.disk
+        assert disk.errors == 1
+        assert 0 < len(disk) < 20
+        kept = [b.turn([*prompt[:15], 7]) for prompt in prompts[:2]]
+        assert max(kept) >= 4  # what had been written is read back
+        b.manager.close()
+        assert list(folder.iterdir()) == []
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
 
 
 def test_scopes_stay_apart_on_disk(bench, tmp_path):
