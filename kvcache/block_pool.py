@@ -61,42 +61,52 @@ class BlockPool:
 
     def allocate(self, count: int) -> Pages:
         """Give out `count` pages, held once each, adjacent where possible. Raises OutOfPagesError."""
-        if count > self.free_pages:
+        top = self._top - count
+        if top < self.reserved and count:
             raise OutOfPagesError(f"{count} pages wanted and {self.free_pages} free: wait for a sequence to close")
-        pages = self._stack[self._top - count : self._top][::-1].copy()
-        self._top -= count
-        if self._top < self.least_unused:
-            self.least_unused = self._top
-        self.generations[pages] += np.uint64(1)
-        self.refs[pages] = 1
+        pages = self._stack[top : self._top][::-1].copy()
+        self._top = top
+        if top < self.least_unused:
+            self.least_unused = top
+        index = pages.astype(np.intp)  # numpy is several times slower with int32 indices
+        self.generations[index] += 1
+        self.refs[index] = 1
         return pages
 
     def hold(self, pages: Pages) -> None:
         """Add one holder to each of the (distinct) pages."""
-        self.refs[pages] += 1
+        self.refs[pages.astype(np.intp)] += 1
 
     def release(self, pages: Pages) -> None:
         """Take one holder away from each of the (distinct) pages; a page nobody needs becomes free."""
-        left = self.refs[pages] - 1
-        self.refs[pages] = left
-        if left.size and int(left.min()) < 0:
+        if not len(pages):
+            return
+        index = pages.astype(np.intp)
+        left = self.refs[index] - 1
+        if int(np.minimum.reduce(left)) < 0:
             raise CorruptedCacheError("a page was released more often than it was held")
-        self._free(pages[(left == 0) & ~self.in_tree[pages]])
+        self.refs[index] = left
+        self._free(pages[(left == 0) & ~self.in_tree[index]])
+
+    def hand_over(self, pages: Pages) -> None:
+        """Take one holder away from each of the (distinct) pages, which are in the tree and stay there."""
+        self.refs[pages.astype(np.intp)] -= 1
 
     def enter_tree(self, pages: Pages) -> None:
         """The tree takes the (distinct) pages over, beside whoever holds them."""
-        self.in_tree[pages] = True
+        self.in_tree[pages.astype(np.intp)] = True
         self.tree_pages += len(pages)
 
     def leave_tree(self, pages: Pages, *, keep: bool = False) -> int:
         """The tree gives the (distinct) pages up, or only for a moment (`keep`). Returns how many became free."""
-        self.in_tree[pages] = False
+        index = pages.astype(np.intp)
+        self.in_tree[index] = False
         self.tree_pages -= len(pages)
         if keep:
             return 0
-        self.plan_count[pages] = 0
-        self.anonymous[pages] = False
-        gone = pages[self.refs[pages] == 0]
+        self.plan_count[index] = 0
+        self.anonymous[index] = False
+        gone = pages[self.refs[index] == 0]
         self._free(gone)
         return len(gone)
 

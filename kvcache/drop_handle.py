@@ -59,6 +59,9 @@ class DropHandle:
                 "this drop handle has already been dropped: plan a new one at the next turn's end"
             )
         self.used = True
+        if not self.pages:
+            forget_turn(self._tree, self.endpoint)
+            return 0
         freed = 0
         touched: list[tuple[RadixNode, int]] = []
         for planned in self.pages:
@@ -110,6 +113,8 @@ def plan_drop(tree: RadixTree, node: RadixNode, offset: int, prompt_end: int = 0
     end = node.start + offset
     if end == 0:
         return None
+    if tree.shape.plain:
+        return DropHandle(tree, retain(tree, node, offset), ())
     endpoint = Anchor(node, offset)
     required = _pages_at(tree, endpoint, end)
     if any(planned is None for planned in required):

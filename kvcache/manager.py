@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -23,10 +22,6 @@ from kvcache.errors import (
     InvalidArgumentError,
     InvalidSizeError,
     InvalidTokensError,
-    KvCacheError,
-    NeverFitsError,
-    OutOfPagesError,
-    PinLimitError,
     UnknownLifeCycleError,
 )
 from kvcache.events import EventKind, EventLog, KvEvent
@@ -34,15 +29,18 @@ from kvcache.eviction import EvictionOrder, LruOrder, TurnAwareOrder
 from kvcache.integrity import find_fault
 from kvcache.layout import KvLayout
 from kvcache.onboarding import onboard, tier_keys
-from kvcache.page_pin import PagePin
+from kvcache.page_room import PageRoom
+from kvcache.peer_pins import PeerPins
+from kvcache.poison_guard import PoisonGuard
 from kvcache.provenance import BlockProvenance
 from kvcache.radix_evict import evict, evict_all, evictable_pages
 from kvcache.radix_match import Match, TreeShape
-from kvcache.radix_node import Anchor, Tokens
+from kvcache.radix_node import Tokens
 from kvcache.radix_path import block_provenance
 from kvcache.radix_tree import RadixTree
 from kvcache.reuse_scope import ReuseScope
 from kvcache.sequence_cache import SequenceCache
+from kvcache.sequence_pages import held_pages, own_everything, source_pages
 from kvcache.stats import CacheStats, collect_stats
 from kvcache.storage.page_storage import PageStorage
 from kvcache.tiers import DiskTier, HostTier, LowerTiers
@@ -52,6 +50,7 @@ from kvcache.totals import CacheTotals, collect_totals
 __all__ = ["KvCacheManager"]
 
 _NO_SCOPE = ReuseScope()
+_NO_SCOPE_DIGEST = _NO_SCOPE.digest()
 
 
 class KvCacheManager:
@@ -92,7 +91,6 @@ class KvCacheManager:
         self.tiers = self._make_tiers(clock)
         self.counters = CacheCounters()
         self._seen_totals: CacheTotals | None = None
-        self.poison_reason: str | None = None
         self.ledger: ConversationManager | None = None
         if config.enable_block_reuse and self.policy is ReusePolicy.PER_CONVERSATION:
             self.ledger = ConversationManager(
@@ -101,15 +99,18 @@ class KvCacheManager:
                 config.conversation_idle_timeout_s,
                 clock,
             )
+        self.no_rows: NDArray[np.int32] = np.zeros((len(self.tree.shape.attention), 0), dtype=np.int32)
         self._sequences: dict[int, SequenceCache] = {}
-        self._pins: set[PagePin] = set()
-        self._scopes: dict[ReuseScope, bytes] = {_NO_SCOPE: _NO_SCOPE.digest()}
+        self._guard = PoisonGuard()
+        self.room = PageRoom(self.tree)
+        self.pins = PeerPins(self.tree, self._guard, config.max_peer_pins)
+        self._scopes: dict[ReuseScope, bytes] = {}
 
     # requests
 
     def probe_reuse(self, tokens: Tokens, scope: ReuseScope = _NO_SCOPE) -> int:
         """How many leading tokens `create` would reuse now (an estimate for blocks in lower tiers). No side effects."""
-        self._require_sound()
+        self._guard.check()
         checked, digest = checked_tokens(tokens), self._digest(scope)
         match = self._match(checked, digest)
         found = 0 if match is None else match.num_tokens
@@ -121,7 +122,7 @@ class KvCacheManager:
 
     def prefetch(self, tokens: Tokens, scope: ReuseScope = _NO_SCOPE) -> int:
         """Lift blocks of a queued prompt from disk into host memory. Returns how many. Reads files."""
-        with self.guard():
+        with self._guard:
             checked, digest = checked_tokens(tokens), self._digest(scope)
             if self.tiers is None or len(checked) < 2:
                 return 0
@@ -135,7 +136,7 @@ class KvCacheManager:
 
     def provenance(self, tokens: Tokens, scope: ReuseScope = _NO_SCOPE) -> list[BlockProvenance]:
         """Where the cached blocks of the longest reusable prefix of ``tokens[:-1]`` came from. No side effects."""
-        self._require_sound()
+        self._guard.check()
         match = self._match(checked_tokens(tokens), self._digest(scope))
         return [] if match is None else block_provenance(match.node, match.offset, self.layout.tokens_per_block)
 
@@ -159,7 +160,7 @@ class KvCacheManager:
 
         tokens   int32 (n,), n >= 1, kept without a copy: the caller must not change it. Allocates no page.
         """
-        with self.guard():
+        with self._guard:
             checked, digest = checked_tokens(tokens), self._digest(scope)
             _check_id(conversation_id)
             conversation = None
@@ -183,20 +184,20 @@ class KvCacheManager:
 
     def end_conversation(self, conversation_id: str) -> bool:
         """Drop the conversation's retained turns and forget it. False for an unknown id."""
-        with self.guard():
+        with self._guard:
             _check_id(conversation_id)
             return self.ledger is not None and self.ledger.end(conversation_id)
 
     def expire_idle(self) -> int:
         """End conversations idle for longer than the configured time-out. Returns how many. `create` does it too."""
-        with self.guard():
+        with self._guard:
             return 0 if self.ledger is None else self.ledger.expire_idle()
 
     def set_budget(self, num_pages: int, group: int = 0) -> int:
         """Use at most `num_pages` pages of a pool from now on (up to the storage's size), while serving. Cached blocks
         give way at once; pages of open sequences when they close. Returns the pages still above the budget.
         """
-        with self.guard():
+        with self._guard:
             pool = self.pools[self.check_group(group)]
             if not isinstance(num_pages, int | np.integer) or not 1 <= num_pages <= pool.num_pages:
                 raise InvalidSizeError(f"a budget lies in 1 .. {pool.num_pages} pages of life cycle {group}")
@@ -208,20 +209,29 @@ class KvCacheManager:
 
     def clear(self) -> None:
         """Forget all cached blocks and conversations; open sequences and pins keep their pages."""
-        with self.guard():
+        with self._guard:
             if self.ledger is not None:
                 self.ledger.clear()
             if self.tiers is not None:
                 self.tiers.clear()
             for sequence in self._sequences.values():
-                sequence.own_everything()
+                own_everything(sequence)
             evict_all(self.tree)
 
     # checks and numbers
 
+    @property
+    def poison_reason(self) -> str | None:
+        """Why the manager refuses to work, or None."""
+        return self._guard.reason
+
+    @poison_reason.setter
+    def poison_reason(self, reason: str | None) -> None:
+        self._guard.reason = reason
+
     def check_integrity(self) -> None:
         """Recount everything. Raises CorruptedCacheError, and poisons the manager, at the first broken invariant."""
-        self._require_sound()
+        self._guard.check()
         fault = find_fault(self)
         if fault is not None:
             self.poison_reason = fault
@@ -229,7 +239,7 @@ class KvCacheManager:
 
     def stats(self) -> CacheStats:
         """Numbers of the moment; works on a poisoned manager too."""
-        return collect_stats(self, len(self._sequences), self._pins)
+        return collect_stats(self, len(self._sequences), self.pins)
 
     def iteration_stats(self) -> CacheTotals:
         """What happened since the previous call (the first time: since the start). For one reader, at its own pace;
@@ -241,20 +251,9 @@ class KvCacheManager:
 
     # for the sequences and pins of this package
 
-    @contextmanager
-    def guard(self) -> Iterator[None]:
-        """Refuse on a poisoned manager; anything but a named error inside poisons it."""
-        self._require_sound()
-        try:
-            yield
-        except CorruptedCacheError as error:
-            self.poison_reason = str(error)
-            raise
-        except KvCacheError:
-            raise
-        except Exception as error:
-            self.poison_reason = f"{type(error).__name__}: {error}"
-            raise CorruptedCacheError(f"the cache manager failed half-way ({self.poison_reason})") from error
+    def guard(self) -> PoisonGuard:
+        """To be entered around every change: refuses on a poisoned manager; anything but a named error poisons it."""
+        return self._guard
 
     def check_group(self, group: int) -> int:
         """Raises UnknownLifeCycleError for a group that the layout does not have."""
@@ -262,75 +261,16 @@ class KvCacheManager:
             raise UnknownLifeCycleError(f"no life cycle {group!r}: the layout has 0 .. {len(self.pools) - 1}")
         return group
 
-    def check_fits(self, num_tokens: int, blocks: int, per_row: list[int]) -> None:
-        """Raises NeverFitsError when even an empty pool could not hold the request."""
-        shape = self.tree.shape
-        for row, group in enumerate(shape.attention):
-            need = blocks if row in shape.full_rows else per_row[row]
-            if need > self.pools[group].budget:
-                raise NeverFitsError(
-                    f"{num_tokens} tokens need {need} pages of life cycle {group} and the pool has "
-                    f"{self.pools[group].budget}: shorten the request or raise kv_cache_config.max_tokens"
-                )
-
-    def reserve(self, need: dict[int, int]) -> None:
-        """See to it that every group has `need` free pages, by evicting exactly what lacks. All or nothing.
-        Raises OutOfPagesError without having evicted anything.
-        """
-        for group, count in need.items():
-            lack = self.pools[group].lacking(count) if count else 0
-            if lack > 0 and evictable_pages(self.tree, group) < lack:
-                raise OutOfPagesError(
-                    f"life cycle {group}: {count} pages wanted, {self.pools[group].free_pages} free and too few "
-                    "evictable: try again when another sequence has closed"
-                )
-        for group, count in need.items():
-            lack = self.pools[group].lacking(count) if count else 0
-            if lack > 0 and evict(self.tree, group, lack) < lack:
-                raise OutOfPagesError(f"life cycle {group}: eviction freed too little, try again later")
-
     def copy_page(self, source: int, target: int, group: int) -> None:
         """Copy a page's content within the device, and count it."""
         self.storage.copy_page(source, target, group)
         self.counters.copied_pages[group] += 1
-
-    def try_reserve(self, need: dict[int, int]) -> bool:
-        """`reserve` that says no instead of raising."""
-        try:
-            self.reserve(need)
-        except OutOfPagesError:
-            return False
-        return True
 
     def require_ledger(self) -> ConversationManager:
         """The ledger of a manager whose policy has one."""
         if self.ledger is None:
             raise CorruptedCacheError("a sequence belongs to a conversation and the manager has no ledger")
         return self.ledger
-
-    def pin(self, sequence: SequenceCache) -> PagePin:
-        """Hold a sequence's pages for a peer. Raises PinLimitError."""
-        if len(self._pins) >= self.config.max_peer_pins:
-            raise PinLimitError(f"peers hold {len(self._pins)} pins: wait, or raise kv_cache_config.max_peer_pins")
-        held = sequence.held_pages()
-        pages = tuple(held[group].copy() for group in range(len(self.pools)))
-        for pool, group_pages in zip(self.pools, pages, strict=True):
-            pool.hold(group_pages)
-        lock = None
-        if sequence.lock is not None:
-            lock = self.tree.lock(sequence.lock.node, sequence.lock.offset)
-        pin = PagePin(self, lock, pages, sequence.blocks)
-        self._pins.add(pin)
-        return pin
-
-    def unpin(self, pin: PagePin, lock: Anchor | None) -> None:
-        """A pin was released."""
-        with self.guard():
-            self._pins.discard(pin)
-            for pool, pages in zip(self.pools, pin.pages, strict=True):
-                pool.release(pages)
-            if lock is not None:
-                self.tree.unlock(lock)
 
     def turn_completed(self, sequence: SequenceCache, stop_reason: str | None, output_tokens: int | None) -> None:
         """Tell the eviction order that a conversation waits for its user, or its tool, from now on."""
@@ -347,9 +287,9 @@ class KvCacheManager:
     def holders(self, group: int) -> Iterator[NDArray[np.int32]]:
         """Page lists of everyone who holds pages of `group` one by one (for the integrity check)."""
         for sequence in self._sequences.values():
-            yield sequence.held_pages()[group]
-            yield sequence.source_pages(group)
-        for pin in self._pins:
+            yield held_pages(sequence)[group]
+            yield source_pages(sequence, group)
+        for pin in self.pins:
             yield pin.pages[group]
 
     def _make_tiers(self, clock: Callable[[], float]) -> LowerTiers | None:
@@ -366,6 +306,8 @@ class KvCacheManager:
         return self.tree.tiers
 
     def _digest(self, scope: ReuseScope) -> bytes:
+        if scope is _NO_SCOPE:
+            return _NO_SCOPE_DIGEST
         if not isinstance(scope, ReuseScope):
             raise InvalidArgumentError(f"a scope is a ReuseScope, not {scope!r}")
         digest = self._scopes.get(scope)
@@ -379,10 +321,6 @@ class KvCacheManager:
         if not self.config.enable_block_reuse or len(tokens) < 2:
             return None
         return self.tree.match(scope, tokens[:-1], self.config.enable_partial_reuse)
-
-    def _require_sound(self) -> None:
-        if self.poison_reason is not None:
-            raise CorruptedCacheError(f"the cache manager is poisoned ({self.poison_reason}): restart the worker")
 
 
 def _check_id(conversation_id: str | None) -> None:

@@ -58,7 +58,7 @@ def onboard(manager: KvCacheManager, tiers: LowerTiers, tokens: Tokens, scope: b
     need = {group: len(taken) for group in tree.shape.attention}
     for group in tree.shape.recurrent:
         need[group] = sum(part[:2] > (group, -1) and part[0] == group for one in taken for part in one.parts)
-    if not taken or not manager.try_reserve(need):
+    if not taken or not manager.room.try_reserve(need):
         for one in taken:
             tiers.put_back(one)
         tree.unlock(lock)
@@ -73,7 +73,7 @@ def onboard(manager: KvCacheManager, tiers: LowerTiers, tokens: Tokens, scope: b
                 rows[row, index] = pages[index]
         manager.pools[group].release(pages[rows[row] < 0])
     came = Provenance(BlockOrigin.TIER, manager.worker_id, "")
-    last, _ = insert(tree, node, offset, tokens[end : end + len(taken) * block], rows, [(0, came)])
+    last, _, _ = insert(tree, node, offset, tokens[end : end + len(taken) * block], rows, [(0, came)])
     for row, group in enumerate(tree.shape.attention):
         manager.pools[group].release(rows[row][rows[row] >= 0])
     for one in taken:

@@ -8,7 +8,7 @@ from kvcache.block_pool import Pages
 from kvcache.radix_node import Anchor
 
 if TYPE_CHECKING:
-    from kvcache.manager import KvCacheManager
+    from kvcache.peer_pins import PeerPins
 
 __all__ = ["PagePin"]
 
@@ -16,10 +16,10 @@ __all__ = ["PagePin"]
 class PagePin:
     """Made by `SequenceCache.pin_for_peer`. Call `release` when the peer has acknowledged or its lease is over."""
 
-    __slots__ = ("_lock", "_manager", "_pages", "num_pages")
+    __slots__ = ("_lock", "_owner", "_pages", "num_pages")
 
-    def __init__(self, manager: KvCacheManager, lock: Anchor | None, pages: tuple[Pages, ...], num_pages: int) -> None:
-        self._manager: KvCacheManager | None = manager
+    def __init__(self, owner: PeerPins, lock: Anchor | None, pages: tuple[Pages, ...], num_pages: int) -> None:
+        self._owner: PeerPins | None = owner
         self._lock = lock
         self._pages = pages
         self.num_pages = num_pages
@@ -27,7 +27,7 @@ class PagePin:
     @property
     def released(self) -> bool:
         """True once `release` was called."""
-        return self._manager is None
+        return self._owner is None
 
     @property
     def pages(self) -> tuple[Pages, ...]:
@@ -36,6 +36,6 @@ class PagePin:
 
     def release(self) -> None:
         """Stop holding the pages. Idempotent."""
-        manager, self._manager = self._manager, None
-        if manager is not None:
-            manager.unpin(self, self._lock)
+        owner, self._owner = self._owner, None
+        if owner is not None:
+            owner.unpin(self, self._lock)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 __all__ = ["BlockOrigin", "BlockProvenance", "Provenance"]
 
@@ -18,8 +19,7 @@ class BlockOrigin(StrEnum):
     TIER = "tier"
 
 
-@dataclass(frozen=True, slots=True)
-class Provenance:
+class Provenance(NamedTuple):
     """`worker` computed the block for `request_id`; `turn` counts the conversation's completed turns from 1, or 0."""
 
     origin: BlockOrigin

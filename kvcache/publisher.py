@@ -15,12 +15,13 @@ from kvcache.live_range import first_live_block
 from kvcache.radix_insert import insert
 from kvcache.radix_node import RadixNode
 from kvcache.radix_turns import claim_anonymous
+from kvcache.sequence_pages import boundary, let_sources_go
 from kvcache.snapshot_points import snapshot_points
 
 if TYPE_CHECKING:
     from kvcache.sequence_cache import SequenceCache
 
-__all__ = ["after_append", "align_lock", "end_turn", "publish", "set_points"]
+__all__ = ["after_append", "end_turn", "publish", "set_points"]
 
 
 def after_append(sequence: SequenceCache, end_of_prompt: bool) -> None:
@@ -31,8 +32,7 @@ def after_append(sequence: SequenceCache, end_of_prompt: bool) -> None:
     if not manager.config.enable_block_reuse:
         return
     done = sequence.num_computed_tokens
-    passed = [point for point in sequence.points if point <= done]
-    if passed:
+    if sequence.points and (passed := [point for point in sequence.points if point <= done]):
         sequence.points = sequence.points[len(passed) :]
         exact = [done] if passed[-1] == done else []
         for point in exact if sequence._shape.recurrent else passed:
@@ -55,7 +55,7 @@ def end_turn(sequence: SequenceCache) -> None:
     if not manager.config.enable_block_reuse or sequence.num_computed_tokens == 0:
         return
     if sequence.sources or sequence.state_sources:
-        sequence.let_sources_go()  # nothing was computed beyond the match: it stands in the tree as it is
+        let_sources_go(sequence)  # nothing was computed beyond the match: it stands in the tree as it is
     publish(sequence, sequence.num_computed_tokens, last=True)
     if conversation is not None:
         manager.require_ledger().save_plan(conversation, lambda: _plan(sequence))
@@ -86,24 +86,6 @@ def _plan(sequence: SequenceCache) -> DropHandle | None:
     return plan_drop(sequence._tree, lock.node, lock.offset, sequence.prompt_end)
 
 
-def align_lock(sequence: SequenceCache) -> None:
-    """Let the lock stand at the last block boundary of what is published."""
-    if sequence.lock is not None:
-        node, offset = _boundary(sequence)
-        sequence._tree.move_lock(sequence.lock, node, offset)
-
-
-def _boundary(sequence: SequenceCache) -> tuple[RadixNode, int]:
-    lock, block = sequence.lock, sequence._shape.block
-    assert lock is not None
-    node = lock.node
-    at = node.start + lock.offset
-    at -= at % block
-    while node.parent is not None and at <= node.start:
-        node = node.parent
-    return node, at - node.start
-
-
 def publish(sequence: SequenceCache, end: int, *, last: bool = False) -> None:
     """Insert the computed tokens before `end` that are not in the tree yet."""
     tree, block, lock = sequence._tree, sequence._shape.block, sequence.lock
@@ -117,7 +99,7 @@ def publish(sequence: SequenceCache, end: int, *, last: bool = False) -> None:
         if sequence.lock is None:
             root = tree.root(sequence.scope)
             sequence.lock = tree.lock(root, 0)
-        start_node, start_offset = _boundary(sequence)
+        start_node, start_offset = boundary(sequence)
         first = (start_node.start + start_offset) // block
         rows = sequence.rows[:, first : -(-end // block)]
         if sequence._shape.window_rows and sequence._manager.policy is not ReusePolicy.ALL_REUSABLE:
@@ -125,11 +107,12 @@ def publish(sequence: SequenceCache, end: int, *, last: bool = False) -> None:
             for row, _, window in sequence._shape.window_rows:
                 rows[row, : max(0, first_live_block(end, block, window) - first)] = -1
         tokens = sequence.tokens(first * block, end)
-        node, offset = insert(tree, start_node, start_offset, tokens, rows, sequence.origins_from(first))
+        node, offset, known = insert(tree, start_node, start_offset, tokens, rows, sequence.origins_from(first))
         tree.move_lock(sequence.lock, node, offset)
         sequence.num_committed_tokens = end
-        _hand_over(sequence, node, offset, first, end // block)
-        _snapshot(sequence, node, end, last)
+        _hand_over(sequence, first, first + known, end // block)
+        if sequence._shape.recurrent:
+            _snapshot(sequence, node, end, last)
         tree.touch(node, sequence.owner)
         if not sequence._shape.plain:
             tree.windows.note(node)
@@ -137,29 +120,25 @@ def publish(sequence: SequenceCache, end: int, *, last: bool = False) -> None:
             _claim(sequence, node, offset)
 
 
-def _hand_over(sequence: SequenceCache, node: RadixNode, offset: int, first: int, last: int) -> None:
-    """Whole blocks that the tree took are protected by the lock from now on, not page by page.
+def _hand_over(sequence: SequenceCache, first: int, fresh: int, last: int) -> None:
+    """Blocks `first` .. `last` of a sequence are protected by its lock from now on, not held page by page.
 
-    A block that the tree had already, from another request, is rebased: the sequence goes on with the tree's page and
-    gives its own one back. It would hold both otherwise, and could wait for ever for a page that it has itself.
+    Those before `fresh` the tree had already, from another request. They are rebased: the sequence goes on with the
+    tree's pages and gives its own ones back. It would hold both otherwise, and could wait for ever for a page that it
+    has itself.
     """
-    shape, pools = sequence._shape, sequence._manager.pools
-    if not shape.full_rows or last <= first:
+    if last <= first:
         return
-    reference = shape.full_rows[0]
-    owned = sequence.owned[first:last]
-    taken = owned & pools[shape.attention[reference]].in_tree[sequence.rows[reference, first:last]]
+    shape, tree, lock = sequence._shape, sequence._tree, sequence.lock
+    assert lock is not None and first == sequence.owned_from
     for row in shape.full_rows:
-        pages = sequence.rows[row, first:last]
-        pools[shape.attention[row]].refs[pages[taken]] -= 1
-    twice = owned & ~taken
-    if twice.any():
-        shared = sequence._tree.rows(node, offset)[:, first:last]
-        for row in shape.full_rows:
-            pages = sequence.rows[row, first:last]
-            pools[shape.attention[row]].release(pages[twice])
-            pages[twice] = shared[row][twice]
-    owned[:] = False
+        pool = tree.pools[shape.attention[row]]
+        if fresh > first:
+            known = sequence.rows[row, first:fresh]
+            pool.release(known)
+            known[:] = tree.rows(lock.node, lock.offset)[row, first:fresh]
+        pool.hand_over(sequence.rows[row, fresh:last])
+    sequence.owned_from = last
 
 
 def _snapshot(sequence: SequenceCache, node: RadixNode, end: int, last: bool) -> None:
@@ -176,7 +155,7 @@ def _snapshot(sequence: SequenceCache, node: RadixNode, end: int, last: bool) ->
             pool.enter_tree(np.array([page], dtype=np.int32))
             node.states[group, end] = page
             continue
-        if not manager.try_reserve({group: 1}):
+        if not manager.room.try_reserve({group: 1}):
             manager.counters.snapshots_skipped += 1
             continue
         pages = pool.allocate(1)

@@ -27,25 +27,28 @@ Place: TypeAlias = tuple[RadixNode, int]
 
 def insert(
     tree: RadixTree, node: RadixNode, offset: int, tokens: Tokens, rows: Rows, origins: Origins = ()
-) -> tuple[RadixNode, int]:
+) -> tuple[RadixNode, int, int]:
     """Publish `tokens` and their pages behind (`node`, `offset`), a block boundary.
 
-    Returns where the published tokens end. New pages enter the tree; the caller goes on holding what it held.
-    `origins` says from which block of `tokens` on which provenance holds.
+    Returns where the published tokens end, and how many of their whole blocks were there already: the pages of the
+    others enter the tree, and the caller goes on holding what it held. `origins` says from which block of `tokens` on
+    which provenance holds.
     """
-    node, offset = _Insertion(tree, len(tokens), origins).run(node, offset, tokens, rows)
-    return revive(tree, node, offset)
+    insertion = _Insertion(tree, len(tokens), origins)
+    node, offset = revive(tree, *insertion.run(node, offset, tokens, rows))
+    return node, offset, insertion.known_blocks
 
 
 class _Insertion:
     """One call of `insert`. `tokens` and `rows` are, in every method, what remains to be published."""
 
-    __slots__ = ("block", "num_tokens", "origins", "tree")
+    __slots__ = ("block", "known_blocks", "num_tokens", "origins", "tree")
 
     def __init__(self, tree: RadixTree, num_tokens: int, origins: Origins) -> None:
         self.tree = tree
         self.block = tree.shape.block
         self.num_tokens = num_tokens
+        self.known_blocks = num_tokens // self.block
         self.origins = origins
 
     def run(self, node: RadixNode, offset: int, tokens: Tokens, rows: Rows) -> Place:
@@ -66,7 +69,7 @@ class _Insertion:
                 if offset < node.length:  # the run's partial last block is the beginning of the next one
                     return self._extend(node, offset, tokens, rows)
                 continue
-            child = node.children.get(tokens[:block].tobytes()) if len(tokens) >= block else None
+            child = node.children.get(tokens[:block].tobytes()) if node.children and len(tokens) >= block else None
             if child is not None:
                 node, offset = child, 0
             elif node.parent is not None and not node.children:
@@ -179,9 +182,13 @@ class _Insertion:
         """`count` new tokens stand at `offset` of a run: note where they came from and tell the observers."""
         tree, block = self.tree, self.block
         first, skipped = offset // block, (self.num_tokens - count) // block
-        before = [origin for at, origin in self.origins if at <= skipped]
-        later = [(at - skipped, origin) for at, origin in self.origins if at > skipped]
-        node.add_origins(first, [(0, before[-1]), *later] if before else later)
+        self.known_blocks = skipped
+        origins = self.origins
+        if skipped:
+            before = [origin for at, origin in origins if at <= skipped]
+            later = [(at - skipped, origin) for at, origin in origins if at > skipped]
+            origins = [(0, before[-1]), *later] if before else later
+        node.add_origins(first, origins)
         if not tree.keep_keys:
             return
         parent = key_before(node, first)

@@ -6,19 +6,21 @@ Pure reading: nothing here changes a node or a pool, so `probe_reuse` has no sid
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.block_pool import BlockPool
 from kvcache.layout import LayerGroup, LifeCycleKind
-from kvcache.radix_node import RadixNode, Tokens, common_prefix
+from kvcache.radix_node import RadixNode, Tokens
 from kvcache.radix_path import path_rows
 
 __all__ = ["Match", "TreeShape", "walk"]
 
 _MOST_TIES = 32
+_TOKEN_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,7 @@ class TreeShape:
 
     attention    groups that have a page a block, in row order; recurrent: groups that have snapshots
     full_rows    rows whose pages every block must have; window_rows: (row, group, window)
+    plain        every life cycle keeps all blocks: nothing shortens a token match
     """
 
     block: int
@@ -34,6 +37,10 @@ class TreeShape:
     recurrent: tuple[int, ...]
     full_rows: tuple[int, ...]
     window_rows: tuple[tuple[int, int, int], ...]
+    plain: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "plain", not self.window_rows and not self.recurrent)
 
     @staticmethod
     def of(block: int, groups: Sequence[LayerGroup]) -> TreeShape:
@@ -50,14 +57,8 @@ class TreeShape:
             block, attention, recurrent, tuple(r for r in range(len(attention)) if r not in windowed), windows
         )
 
-    @property
-    def plain(self) -> bool:
-        """True when every life cycle keeps all blocks: nothing shortens a token match."""
-        return not self.window_rows and not self.recurrent
 
-
-@dataclass(frozen=True, slots=True)
-class Match:
+class Match(NamedTuple):
     """`num_tokens` leading tokens can be reused.
 
     node, offset     deepest node and the tokens matched in it, the partial block included
@@ -75,13 +76,14 @@ def walk(root: RadixNode, tokens: Tokens, shape: TreeShape, pools: Sequence[Bloc
     node, position, block = root, 0, shape.block
     count = len(tokens)
     inside: tuple[RadixNode, int] | None = None
+    raw = tokens.data.cast("B") if count else memoryview(b"")
     while count - position >= block:
-        child = node.children.get(tokens[position : position + block].tobytes())
+        at = position * _TOKEN_BYTES
+        child = node.children.get(raw[at : at + block * _TOKEN_BYTES].tobytes())
         if child is None:
             break
-        run = child.tokens()
-        same = common_prefix(run, tokens[position:])
-        if same < len(run):
+        same = child.agreement(raw, at)
+        if same < child.length:
             inside = (child, same)
             break
         node, position = child, position + same

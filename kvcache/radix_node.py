@@ -1,12 +1,13 @@
 """A run of blocks in the radix tree: int32 tokens and one row of int32 pages a life cycle, and who relies on it.
 
-Only the tree changes a node. Buffers grow by a quarter, so that a conversation that is extended turn by turn stays
-one run and an append costs its own length.
+Only the tree changes a node. Buffers grow with room to spare, so that a conversation that is extended turn by turn
+stays one run and an append costs its own length. Tokens lie in a bytearray, which compares as fast as memory is read.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -19,7 +20,7 @@ __all__ = ["Anchor", "RadixNode", "common_prefix"]
 Tokens: TypeAlias = NDArray[np.int32]
 Rows: TypeAlias = NDArray[np.int32]
 
-_NO_TOKENS: Tokens = np.zeros(0, dtype=np.int32)
+_TOKEN_BYTES = 4
 
 
 def common_prefix(first: Tokens, second: Tokens) -> int:
@@ -60,8 +61,8 @@ class RadixNode:
     """
 
     __slots__ = (
+        "_raw",
         "_rows",
-        "_tokens",
         "alive",
         "anonymous",
         "children",
@@ -85,7 +86,7 @@ class RadixNode:
         self.parent = parent
         self.start = start
         self.length = 0
-        self._tokens = _NO_TOKENS
+        self._raw = bytearray()
         self._rows: Rows = np.zeros((num_rows, 0), dtype=np.int32)
         self.children: dict[bytes, RadixNode] = {}
         self.keys: list[bytes] = []
@@ -108,8 +109,16 @@ class RadixNode:
         return self.start + self.length
 
     def tokens(self) -> Tokens:
-        """The run's tokens (a view)."""
-        return self._tokens[: self.length]
+        """The run's tokens (a view; while one is about, a change leaves it the old buffer)."""
+        return np.frombuffer(self._raw, dtype=np.int32)
+
+    def agreement(self, raw: memoryview, at: int) -> int:
+        """How many leading tokens of the run are equal to those in `raw` (the bytes of int32) from byte `at` on."""
+        mine = self._raw
+        rest = raw[at : at + len(mine)]
+        if mine.startswith(rest):
+            return len(rest) // _TOKEN_BYTES
+        return common_prefix(self.tokens(), np.frombuffer(rest, dtype=np.int32))
 
     def num_blocks(self, block: int) -> int:
         """Blocks of the run, a partial last one included."""
@@ -122,39 +131,44 @@ class RadixNode:
     @property
     def nbytes(self) -> int:
         """Bytes of the run's buffers."""
-        return self._tokens.nbytes + self._rows.nbytes
+        return self._raw.__alloc__() + self._rows.nbytes
 
     def append(self, offset: int, tokens: Tokens, rows: Rows, block: int) -> None:
         """Cut to `offset` tokens (a block boundary) and append."""
-        length = offset + len(tokens)
-        if length > len(self._tokens):
-            grown = np.empty(length if self.length == 0 else max(length, len(self._tokens) * 5 // 4), dtype=np.int32)
-            grown[:offset] = self._tokens[:offset]
-            self._tokens = grown
-        self._tokens[offset:length] = tokens
-        first, blocks = offset // block, -(-length // block)
-        if blocks > self._rows.shape[1]:
-            capacity = max(blocks, -(-len(self._tokens) // block))
-            wider = np.empty((self._rows.shape[0], capacity), dtype=np.int32)
+        if offset < self.length:
+            self._cut(offset)
+        try:
+            self._raw.extend(tokens.data)
+        except BufferError:  # somebody has a view
+            self._raw = self._raw + tokens.tobytes()
+        self.length = length = offset + len(tokens)
+        first, blocks, columns = offset // block, -(-length // block), self._rows.shape[1]
+        if blocks > columns:
+            wider = np.empty((self._rows.shape[0], max(blocks, columns * 5 // 4)), dtype=np.int32)
             wider[:, :first] = self._rows[:, :first]
             self._rows = wider
         self._rows[:, first:blocks] = rows
-        self.length = length
 
     def cut_front(self, offset: int, block: int) -> None:
         """Drop the first `offset` tokens (a block boundary) and their pages from the buffers."""
         blocks = self.num_blocks(block)
-        self._tokens = self._tokens[offset : self.length].copy()
+        self._raw = self._raw[offset * _TOKEN_BYTES :]
         self._rows = self._rows[:, offset // block : blocks].copy()
         self.start += offset
         self.length -= offset
 
     def cut_back(self, offset: int, block: int) -> None:
         """Keep only the first `offset` tokens (a block boundary)."""
-        self.length = offset
-        if offset * 3 < len(self._tokens) * 2:
-            self._tokens = self._tokens[:offset].copy()
+        self._cut(offset)
+        if offset // block * 3 < self._rows.shape[1] * 2:
             self._rows = self._rows[:, : offset // block].copy()
+
+    def _cut(self, length: int) -> None:
+        try:
+            del self._raw[length * _TOKEN_BYTES :]
+        except BufferError:  # somebody has a view
+            self._raw = self._raw[: length * _TOKEN_BYTES]
+        self.length = length
 
     def cut_digests(self, blocks: int) -> list[bytes]:
         """Keep the keys and origins of the first `blocks` blocks; returns the keys cut off."""
@@ -163,7 +177,7 @@ class RadixNode:
         self.origins = [(at, origin) for at, origin in self.origins if at < blocks]
         return gone
 
-    def add_origins(self, first: int, origins: list[tuple[int, Provenance]]) -> None:
+    def add_origins(self, first: int, origins: Sequence[tuple[int, Provenance]]) -> None:
         """Blocks from `first` on come from `origins` (indices from `first`)."""
         for at, origin in origins:
             if not self.origins or self.origins[-1][1] != origin:
@@ -189,7 +203,7 @@ class RadixNode:
 
     def key(self, block: int) -> bytes:
         """What the parent files this node under: the bytes of its first block."""
-        return self._tokens[: min(block, self.length)].tobytes()
+        return bytes(self._raw[: block * _TOKEN_BYTES])
 
     def nearest(self, key: bytes, limit: int) -> tuple[int, list[RadixNode]]:
         """The children (at most `limit`) whose first block shares the most leading tokens with `key`, and how many.

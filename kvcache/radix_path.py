@@ -12,7 +12,7 @@ import numpy as np
 from kvcache.provenance import BlockProvenance
 from kvcache.radix_node import Anchor, RadixNode, Rows
 
-__all__ = ["block_provenance", "key_before", "locate", "path", "path_rows", "scope_of"]
+__all__ = ["block_provenance", "copy_path_rows", "key_before", "locate", "path", "path_rows", "scope_of"]
 
 
 def path_rows(node: RadixNode, offset: int, block: int) -> Rows:
@@ -24,6 +24,18 @@ def path_rows(node: RadixNode, offset: int, block: int) -> Rows:
         above = above.parent
     parts.reverse()
     return np.concatenate(parts, axis=1)
+
+
+def copy_path_rows(node: RadixNode, offset: int, block: int, into: Rows) -> None:
+    """Write what `path_rows` returns into the leading columns of `into`."""
+    stop = -(-(node.start + offset) // block)
+    first = node.start // block
+    into[:, first:stop] = node.rows(stop - first)
+    while first:
+        assert node.parent is not None
+        node, stop = node.parent, first
+        first = node.start // block
+        into[:, first:stop] = node.rows(stop - first)
 
 
 def path(node: RadixNode) -> Iterator[RadixNode]:

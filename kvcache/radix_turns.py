@@ -48,10 +48,14 @@ def forget_turn(tree: RadixTree, anchor: Anchor) -> None:
     node.endpoints.remove(anchor)
     tree.forget_empty_root(node)
     while node.parent is not None and node.alive and not node.superseded:
-        if any(not child.superseded for child in node.children.values()):
-            return
-        claimed = max((other.offset for other in node.endpoints), default=0)
-        claimed = -(-max(claimed, node.anonymous) // block) * block
+        for child in node.children.values():
+            if not child.superseded:
+                return
+        claimed = node.anonymous
+        for other in node.endpoints:
+            if other.offset > claimed:
+                claimed = other.offset
+        claimed = -(-claimed // block) * block
         if claimed >= node.length:
             return
         if claimed:

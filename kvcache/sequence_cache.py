@@ -11,9 +11,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
-from kvcache import publisher, sequence_growth
+from kvcache import publisher, sequence_growth, sequence_pages
 from kvcache.block_pool import Pages
 from kvcache.block_table import BlockTable
 from kvcache.conversation_manager import Conversation
@@ -24,12 +23,10 @@ from kvcache.errors import (
     SuspendedSequenceError,
     TurnEndedError,
 )
-from kvcache.live_range import first_live_block
 from kvcache.page_pin import PagePin
 from kvcache.provenance import BlockOrigin, Provenance
 from kvcache.radix_match import Match
 from kvcache.radix_node import Anchor, Rows, Tokens
-from kvcache.radix_path import block_provenance
 from kvcache.suspension import SuspendedPages, bring_back, take_out
 from kvcache.token_buffer import TokenBuffer
 from kvcache.token_ids import checked_tokens
@@ -43,6 +40,22 @@ __all__ = ["SequenceCache"]
 class SequenceCache:
     """Lengths: committed (published) <= computed (KV exists) <= capacity (pages exist), in tokens."""
 
+    num_reused_tokens = 0
+    num_computed_tokens = 0
+    num_committed_tokens = 0
+    capacity_tokens = 0
+    counted_blocks = -1
+    blocks = 0
+    owned_from = 0
+    prompt_end = 0
+    lock: Anchor | None = None
+    suspended: SuspendedPages | None = None
+    points: tuple[int, ...] = ()
+    explicit_points = False
+    prompt_ended = False
+    turn_ended = False
+    closed = False
+
     def __init__(
         self,
         manager: KvCacheManager,
@@ -54,6 +67,7 @@ class SequenceCache:
         conversation_id: str | None,
     ) -> None:
         self._manager = manager
+        self._guard = manager.guard()
         self._tree = manager.tree
         self._shape = manager.tree.shape
         self.request_id = request_id
@@ -63,30 +77,16 @@ class SequenceCache:
         self.conversation = conversation
         self._tokens = TokenBuffer(request_id, prompt)
         self.prompt_tokens = len(prompt)
-        self.num_reused_tokens = 0
         self.matched_tokens = 0 if match is None else match.token_match
-        self.counted_blocks = -1
-        self.num_computed_tokens = 0
-        self.num_committed_tokens = 0
-        self.capacity_tokens = 0
-        self.blocks = 0
-        self.rows: Rows = np.zeros((len(self._shape.attention), 0), dtype=np.int32)
-        self.owned: NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)
+        self.rows: Rows = manager.no_rows
         self.state_pages: dict[int, int] = {}
         self.state_sources: dict[int, int] = {}
         self.sources: list[int] = []
-        self.lock: Anchor | None = None
-        self.closed = False
-        self.prompt_ended = False
-        self.turn_ended = False
-        self.suspended: SuspendedPages | None = None
-        self.prompt_end = 0
         self._origins: list[tuple[int, Provenance]] = []
-        self.points: tuple[int, ...] = ()
-        self.explicit_points = False
         if match is not None and match.num_tokens:
-            self._adopt(match)
-        publisher.set_points(self, 0 if match is None else match.token_match)
+            sequence_pages.adopt(self, match)
+        if not self._shape.plain:
+            publisher.set_points(self, self.matched_tokens)
 
     def __enter__(self) -> SequenceCache:
         return self
@@ -95,29 +95,6 @@ class SequenceCache:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _adopt(self, match: Match) -> None:
-        """Hold what was matched."""
-        block, reused = self._shape.block, match.num_tokens
-        rows = self._tree.rows(match.node, match.offset)
-        self.lock = self._tree.lock(match.node, match.offset)
-        self.blocks = reused // block
-        if reused % block:
-            self.sources = [int(page) for page in rows[:, -1]]
-        self.rows = rows[:, : self.blocks]
-        self.owned = np.zeros(self.blocks, dtype=np.bool_)
-        for row, group, window in self._shape.window_rows:
-            self.rows[row, : first_live_block(reused, block, window)] = -1
-            pages = self.rows[row]
-            self._manager.pools[group].hold(pages[pages >= 0])
-        for row, group in enumerate(self._shape.attention):
-            if self.sources and self.sources[row] >= 0:  # another publisher may replace a partial block meanwhile
-                self._manager.pools[group].hold(np.array(self.sources[row : row + 1], dtype=np.int32))
-        for group in self._shape.recurrent:
-            page = match.node.states[group, reused]
-            self._manager.pools[group].hold(np.array([page], dtype=np.int32))
-            self.state_sources[group] = page
-        self.num_reused_tokens = self.num_computed_tokens = self.num_committed_tokens = self.capacity_tokens = reused
 
     # growing
 
@@ -131,7 +108,7 @@ class SequenceCache:
         gives the partial match up instead: read `num_computed_tokens` afterwards. Raises OutOfPagesError (try again
         when another sequence has closed), NeverFitsError, InvalidSizeError.
         """
-        with self._manager.guard():
+        with self._guard:
             self.require_open()
             if not isinstance(num_tokens, (int, np.integer)):
                 raise InvalidSizeError(f"a size is a whole number of tokens, not {num_tokens!r}")
@@ -151,6 +128,8 @@ class SequenceCache:
         """
         if limit < self.num_computed_tokens:
             raise InvalidSizeError(f"a chunk cannot end at {limit}: {self.num_computed_tokens} tokens are computed")
+        if not self.points:
+            return limit
         return min([limit, *(point for point in self.points if point > self.num_computed_tokens)])
 
     def append_computed(
@@ -166,7 +145,7 @@ class SequenceCache:
         `end_of_prompt`. `origin` and `worker` say how the KV came here and who computed it (default: this worker did).
         Raises InvalidSizeError past the capacity, InvalidTokensError when they contradict the prompt.
         """
-        with self._manager.guard():
+        with self._guard:
             self.require_open()
             if self.turn_ended:
                 raise TurnEndedError(f"request {self.request_id}: the turn has ended, nothing can be added")
@@ -185,37 +164,35 @@ class SequenceCache:
             if end_of_prompt:
                 self.prompt_ended = True
             publisher.after_append(self, end_of_prompt)
-            self._release_stale()
+            if self._shape.window_rows:
+                sequence_pages.release_stale(self)
 
     def _note_origin(self, origin: BlockOrigin, worker: str | None) -> None:
         turn = 0 if self.conversation is None else self.conversation.completed + 1
-        computed_by = self._manager.worker_id if worker is None else worker
-        made = Provenance(origin, computed_by, self.request_id, turn)
-        block = self.num_computed_tokens // self._shape.block
-        if self._origins and self._origins[-1][1] != made and self._origins[-1][0] == block:
-            self._origins.pop()  # a block of two origins is said to come from where its last tokens do
-        if not self._origins or self._origins[-1][1] != made:
-            self._origins.append((block, made))
+        made = Provenance(origin, self._manager.worker_id if worker is None else worker, self.request_id, turn)
+        block, origins = self.num_computed_tokens // self._shape.block, self._origins
+        if origins and origins[-1][1] != made and origins[-1][0] == block:
+            origins.pop()  # a block of two origins is said to come from where its last tokens do
+        if not origins or origins[-1][1] != made:
+            origins.append((block, made))
 
     def origins_from(self, block: int) -> list[tuple[int, Provenance]]:
-        """Provenance of the blocks from `block` on, with indices counted from there."""
-        return [(max(0, at - block), made) for at, made in self._origins]
-
-    def _release_stale(self) -> None:
-        for row, group, window in self._shape.window_rows:
-            first = min(first_live_block(self.num_computed_tokens, self._shape.block, window), self.blocks)
-            pages = self.rows[row, :first]
-            held = pages >= 0
-            if held.any():
-                self._manager.pools[group].release(pages[held])
-                pages[held] = -1
+        """Provenance of the blocks from `block` on, with increasing indices counted from there."""
+        if len(self._origins) == 1:
+            at, made = self._origins[0]
+            return [(max(0, at - block), made)]
+        later = [(at - block, made) for at, made in self._origins if at > block]
+        for at, made in reversed(self._origins):
+            if at <= block:
+                return [(0, made), *later]
+        return later
 
     def end_turn(self, *, stop_reason: str | None = None, output_tokens: int | None = None) -> None:
         """Publish every computed token, the answer's included, and save the conversation's drop plan. Once.
 
         stop_reason, output_tokens   why and after how many tokens the answer ended, for eviction policies that learn
         """
-        with self._manager.guard():
+        with self._guard:
             self.require_open()
             if self.turn_ended:
                 raise TurnEndedError(f"request {self.request_id}: end_turn was already called")
@@ -227,7 +204,7 @@ class SequenceCache:
         """Move the pages that only this sequence holds to host memory, to make room. Returns the bytes moved. Until
         `resume` only `close` is allowed. Matched blocks stay where they are.
         """
-        with self._manager.guard():
+        with self._guard:
             self.require_open()
             if self.sources or self.state_sources:
                 sequence_growth.forfeit_match(self)
@@ -239,7 +216,7 @@ class SequenceCache:
         """Bring a suspended sequence's pages back. False, with nothing changed, while pages lack or the pools are used
         above `max_util_for_resume`. True for a sequence that is not suspended.
         """
-        with self._manager.guard():
+        with self._guard:
             suspended, self.suspended = self.suspended, None
             if suspended is None:
                 return True
@@ -292,83 +269,23 @@ class SequenceCache:
 
     def pin_for_peer(self) -> PagePin:
         """Hold the current pages for a peer's pull; the pin outlives `close`. Raises PinLimitError."""
-        with self._manager.guard():
+        with self._guard:
             self.require_open()
-            return self._manager.pin(self)
-
-    def held_pages(self) -> dict[int, Pages]:
-        """Pages that this sequence holds one by one, a group each (matched tree blocks are not among them)."""
-        held: dict[int, Pages] = {}
-        for row, group in enumerate(self._shape.attention):
-            pages = self.rows[row, : self.blocks]
-            mine = pages >= 0
-            held[group] = pages[mine & self.owned[: self.blocks]] if row in self._shape.full_rows else pages[mine]
-        for group in self._shape.recurrent:
-            held[group] = np.array([self.state_pages[group]] if group in self.state_pages else [], dtype=np.int32)
-        return held
-
-    def source_pages(self, group: int) -> Pages:
-        """Shared pages and snapshots held until they are copied."""
-        pages = [self.state_sources[group]] if group in self.state_sources else []
-        for row, owner in enumerate(self._shape.attention):
-            if owner == group and self.sources and self.sources[row] >= 0:
-                pages.append(self.sources[row])
-        return np.array(pages, dtype=np.int32)
+            return self._manager.pins.pin(self)
 
     # ending
-
-    def let_sources_go(self) -> None:
-        """Stop holding shared pages and snapshots that were to be copied."""
-        for row, group in enumerate(self._shape.attention):
-            if self.sources and self.sources[row] >= 0:
-                self._manager.pools[group].release(np.array([self.sources[row]], dtype=np.int32))
-        for group, page in self.state_sources.items():
-            self._manager.pools[group].release(np.array([page], dtype=np.int32))
-        self.state_sources = {}
-        if self.sources:
-            self.sources = []
-            publisher.align_lock(self)
-
-    def own_everything(self) -> None:
-        """Hold matched tree blocks page by page, so that the tree may go (`KvCacheManager.clear`)."""
-        if self.lock is None:
-            return
-        if self.sources:
-            return  # not copied yet: the lock stays, and with it the matched path
-        mine = self._origins[0][0] if self._origins else self.blocks
-        matched = block_provenance(self.lock.node, self.lock.offset, self._shape.block)
-        self._origins[:0] = [(one.first, one.provenance) for one in matched if one.first < mine]
-        shared = ~self.owned[: self.blocks]
-        for row in self._shape.full_rows:
-            self._manager.pools[self._shape.attention[row]].hold(self.rows[row, : self.blocks][shared])
-        self.owned[: self.blocks] = True
-        self._tree.unlock(self.lock)
-        self.lock = None
-        self.num_committed_tokens = 0
 
     def close(self) -> None:
         """Give everything back. Idempotent. Without `end_turn` nothing more is published."""
         if self.closed:
             return
-        with self._manager.guard():
-            self.let_sources_go()
-            self.give_back()
+        with self._guard:
+            if self.sources or self.state_sources:
+                sequence_pages.let_sources_go(self)
+            sequence_pages.give_back(self)
             self.suspended = None
             self.closed = True
             self._manager.forget(self)
-
-    def give_back(self) -> None:
-        """Release every page and the place in the tree."""
-        for group, pages in self.held_pages().items():
-            self._manager.pools[group].release(pages)
-        self.state_pages = {}
-        self.blocks = 0
-        self.rows = self.rows[:, :0]
-        self.owned = self.owned[:0]
-        if self.lock is not None:
-            self._tree.touch(self.lock.node, self.owner)
-            self._tree.unlock(self.lock)
-            self.lock = None
 
     def require_open(self) -> None:
         """Raises ClosedSequenceError after `close`."""

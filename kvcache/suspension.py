@@ -40,7 +40,7 @@ def take_out(sequence: SequenceCache) -> SuspendedPages:
         pages = sequence.rows[row, : sequence.blocks]
         mine = pages >= 0
         if row in shape.full_rows:
-            mine &= sequence.owned[: sequence.blocks]
+            mine[: sequence.owned_from] = False
         for ordinal in np.flatnonzero(mine).tolist():
             raw = bytes(manager.storage.page(int(pages[ordinal]), group))
             parts.append((group, row, ordinal, raw, zlib.crc32(raw)))
@@ -71,7 +71,7 @@ def bring_back(sequence: SequenceCache, suspended: SuspendedPages) -> bool:
         held = int(np.count_nonzero(pool.refs > 0))
         if count and held + count > manager.config.max_util_for_resume * pool.budget:
             return False
-    if not manager.try_reserve(need):
+    if not manager.room.try_reserve(need):
         return False
     for group, row, ordinal, raw, _ in suspended.parts:
         page = int(manager.pools[group].allocate(1)[0])

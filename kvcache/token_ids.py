@@ -9,9 +9,18 @@ from kvcache.radix_node import Tokens
 
 __all__ = ["check_signs", "checked_tokens"]
 
+_INT32 = np.dtype(np.int32)
+
 
 def checked_tokens(tokens: Tokens, *, allow_empty: bool = False) -> Tokens:
     """`tokens` as contiguous int32 (the sign of int32 ids is left to `check_signs`). Raises InvalidTokensError."""
+    if (
+        type(tokens) is np.ndarray
+        and tokens.dtype is _INT32
+        and tokens.strides == (4,)
+        and (len(tokens) or allow_empty)
+    ):
+        return tokens
     array = np.asarray(tokens)
     if array.ndim != 1 or (len(array) == 0 and not allow_empty):
         raise InvalidTokensError("give token ids as a non-empty one-dimensional array")
@@ -26,5 +35,5 @@ def checked_tokens(tokens: Tokens, *, allow_empty: bool = False) -> Tokens:
 
 def check_signs(tokens: Tokens) -> None:
     """Raises InvalidTokensError for a negative id. What the tree holds needs no check: it never takes one in."""
-    if len(tokens) and int(tokens.min()) < 0:
+    if np.count_nonzero(tokens < 0):
         raise InvalidTokensError("token ids lie in 0 .. 2^31 - 1")
