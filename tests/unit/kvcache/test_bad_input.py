@@ -361,6 +361,7 @@ class FakeHandle:
         return 0
 
 
+@pytest.mark.slow
 def test_a_million_conversations_that_never_end_a_turn_leave_nothing():
     ledger = ConversationManager(2, 1000, None, lambda: 0.0)
     for number in range(1_000_000):
