@@ -93,6 +93,7 @@ class _Collector:
         yield in_flight
         yield from self._fleet()
         yield from self._pools()
+        yield from self._links()
         for metric in _WORKER_METRICS:
             kind = CounterMetricFamily if metric.is_counter else GaugeMetricFamily
             family = kind(f"kvferry_{metric.name}", metric.help, labels=["role", "worker"])
@@ -124,3 +125,28 @@ class _Collector:
                 page_bytes.add_metric(who, pool.page_bytes)
         yield pages
         yield page_bytes
+
+    def _links(self) -> Iterator[Metric]:
+        labels = ["role", "worker", "peer", "transport", "detail"]
+        families = [
+            CounterMetricFamily(f"kvferry_link_{name}", text, labels=labels)
+            for name, text in (
+                ("bytes", "KV bytes pulled over a link, by what moved them"),
+                ("transfers", "Pulls over a link"),
+                ("retries", "Pulls that began again on a new link"),
+                ("seconds", "Time in which bytes moved"),
+            )
+        ]
+        sums: dict[tuple[str, ...], list[float]] = {}  # a worker that came back has another address, the same labels
+        for stats in self._workers:
+            for link in stats.transceiver.links.values() if stats.transceiver is not None else ():
+                who: tuple[str, ...] = (
+                    stats.info.role, stats.info.worker_id, link.peer, link.transport, link.detail,
+                )  # fmt: skip
+                values = sums.setdefault(who, [0.0] * len(families))
+                for index, value in enumerate((link.bytes, link.transfers, link.retries, link.transfer_s)):
+                    values[index] += value
+        for labels_of, values in sums.items():
+            for family, value in zip(families, values, strict=True):
+                family.add_metric(list(labels_of), value)
+        yield from families

@@ -141,9 +141,10 @@ class UcxLink:
 
         Returns False when it does not (containers, other users): UCX's cma lane would fail too, so connect anew.
         """
-        pid = same_host_pid(identity) if self.transport == "ucx/cma" else None
-        if pid is None:
+        pid = same_host_pid(identity)
+        if pid is None or not self.owner.identity:  # another host, or cma is not wanted
             return True
+        lane = self.transport == "ucx/cma"
         reader, scratch = CmaReader(pid), np.zeros(1, np.uint64)
         try:
             one = np.asarray([8], np.uint64)
@@ -153,8 +154,9 @@ class UcxLink:
                 raise LinkClosedError(f"{self.peer} cannot be read: {error}") from error
             _log.warning("the kernel refuses cma to %s (%s): its blocks will come over TCP", self.peer, error)
             self.owner.no_cma[self.peer] = error.strerror or str(error)
-            return False
-        self.cma = reader
+            return not lane  # without a cma lane this link is good as it is: UCX knew
+        if lane:
+            self.cma = reader
         return True
 
     def close(self) -> None:

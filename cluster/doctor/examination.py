@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from cluster.config import ClusterConfig
 from cluster.doctor.finding import Finding, Verdict
+from cluster.doctor.link_check import check_link, check_live_links
 from cluster.doctor.machine_check import check_memory, check_port, check_ptrace, check_shared_memory
 from cluster.doctor.package_check import check_ownership, check_packages, check_python
 from cluster.doctor.ucx_check import check_ucx
@@ -22,6 +23,8 @@ def examine(config: ClusterConfig) -> Iterator[Finding]:
     yield from check_shared_memory()
     yield from check_ucx()
     yield from check_ptrace()
+    yield from check_link(config.cache_transceiver_config)
+    yield from check_live_links(config.server.host, config.server.port)
     yield from check_port(config.server.host, config.server.port)
     yield _check_model(config)
 

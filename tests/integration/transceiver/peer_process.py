@@ -29,6 +29,10 @@ def serve(pipe: Connection, options: dict[str, Any]) -> None:
 
 
 def _serve(pipe: Connection, options: dict[str, Any]) -> None:
+    if options["uid"] is not None:
+        import ucxx._lib.libucxx  # noqa: F401 (before the files may be out of reach)
+
+        os.setresuid(*[options["uid"]] * 3)
     storage = make_storage(make_layout(**options["layout"]), (options["pages"],), fill=options["fill"])
     config = CacheTransceiverConfig(**options["config"])
     transceiver = CacheTransceiver(
@@ -64,6 +68,8 @@ def _serve(pipe: Connection, options: dict[str, Any]) -> None:
                 answer = pulls[arguments].future.result(WAIT_S)
             case "pages":
                 answer = [bytes(storage.page(page)) for page in arguments]
+            case "links":
+                answer = (transceiver.links(), [link.detail for link in transceiver.stats().links.values()])
             case "stats":
                 answer = transceiver.stats()
             case "close":
@@ -81,13 +87,13 @@ class PeerProcess:
     def __init__(
         self, name: str, *, secret: bytes = SECRET, fill: int | None = 1, pages: int = 64,
         layout: dict[str, Any] | None = None,
-        shares: tuple[RankShare, ...] | None = None, **config: Any,
+        shares: tuple[RankShare, ...] | None = None, uid: int | None = None, **config: Any,
     ) -> None:  # fmt: skip
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         options = {
             "name": name, "secret": secret, "fill": fill, "pages": pages, "layout": layout or {}, "config": config,
-            "shares": shares,
+            "shares": shares, "uid": uid,
         }  # fmt: skip
         self._process = context.Process(target=serve, args=(theirs, options), daemon=True)
         self._process.start()

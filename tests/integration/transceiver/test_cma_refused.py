@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import os
 
 import pytest
 
 from tests.integration.transceiver.fabrics import Local
 from tests.integration.transceiver.peer_process import PeerProcess
+from tests.unit.transceiver.rig import SCOPE, table
 from transceiver import TransferStatus
 
 pytest.importorskip("ucxx", reason="needs ucxx")
@@ -31,3 +33,21 @@ def test_where_the_kernel_refuses_cma_blocks_come_over_tcp(monkeypatch: pytest.M
             assert (outcome.status, outcome.transport) == (DONE, "ucx/tcp")
             assert [bytes(local.storage.page(page)) for page in (10, 11)] == holder.ask("pages", (3, 1))
         assert local.transceiver.links() == {"holder": "ucx/tcp"}
+        link = local.transceiver.stats().links[holder.address]
+        assert (link.detail, link.retries) == ("ucp_get; the kernel refuses cma: Operation not permitted", 1)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
+def test_another_users_process_is_not_read() -> None:
+    """For real: the kernel lets nobody's process not read root's."""
+    with Local() as local, PeerProcess("receiver", fill=None, uid=65534) as receiver:
+        local.storage.generations()[:] = 1
+        local.storage.page(3)[:] = bytes(range(256)) * (len(local.storage.page(3)) // 256)
+        grant = local.transceiver.publish("t", (table((3,)),), conversation_id="c", scope=SCOPE, lease_s=20)
+        receiver.ask("pull", (grant.ticket, (5,), 10.0))
+        outcome = receiver.ask("pulled", "t")
+        assert (outcome.status, outcome.transport) == (DONE, "ucx/tcp"), outcome
+        assert receiver.ask("pages", (5,)) == [bytes(local.storage.page(3))]
+        links, details = receiver.ask("links")
+        assert set(links.values()) == {"ucx/tcp"}
+        assert details == ["ucp_get; the kernel refuses cma: Operation not permitted"]
