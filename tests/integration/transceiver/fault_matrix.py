@@ -1,6 +1,7 @@
 """The fault matrix over `inproc`: every fault at every protocol step, both directions, before/during/after.
 
-``python -m tests.integration.transceiver.fault_matrix`` prints it. A cell is green when both sides reach a terminal
+``python -m tests.integration.transceiver.fault_matrix`` prints it (which kinds of reported faults a cell or test covers
+is in `public_reports`). A cell is green when both sides reach a terminal
 state within its deadline, what arrived is right byte for byte (or the error is explicit), both pools are back at rest
 and the next transfer works.
 """
@@ -31,13 +32,6 @@ DEADLINE_S = 15.0  # generous: a cell may share two cores with a dozen others
 CONFIG = CacheTransceiverConfig(
     backend=TransceiverBackend.INPROC, connect_timeout_ms=700, drain_timeout_ms=150, early_request_ttl_ms=300
 )
-#: Rows of public-reports.md that a reader can reproduce on a CPU, and the cell that covers the kind.
-REPORTS = {
-    1: "kill sender x get x during", 2: "drop x Ack x during", 4: "stall x Grant x during", 5: "stall x Grant x after",
-    6: "full queue x Grant x before", 7: "drop x Ack x before", 16: "cut x PullRequest x before",
-    18: "delay x get x during", 21: "kill sender x Hello x before", 22: "full queue x PullRequest x before",
-    32: "delay x get x before", 34: "delay x get x after", 41: "delay x Digests x before",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +196,3 @@ def render(results: list[CellResult]) -> str:
 
 if __name__ == "__main__":
     print(render(run_matrix(all_cells())))
-    print("public reports and the cells that cover them:")
-    for row, cell_name in sorted(REPORTS.items()):
-        print(f"  {row:3}  {cell_name}")

@@ -7,10 +7,8 @@ import pytest
 from tests.integration.transceiver.fault_matrix import (
     DIRECTIONS,
     KINDS,
-    REPORTS,
     STEPS,
     WHENS,
-    Cell,
     all_cells,
     render,
     run_matrix,
@@ -28,9 +26,3 @@ def test_every_fault_at_every_step(when: str) -> None:
     assert not [result for result in results if result.problem], table
     idle = [result.cell for result in results if not result.fired and result.cell.kind != "kill receiver"]
     assert not idle, f"these faults never happened: {idle}"
-
-
-def test_the_reports_name_cells_that_exist() -> None:
-    for name in REPORTS.values():
-        kind, step, when = name.split(" x ")
-        assert Cell(kind, step, when, DIRECTIONS[0]) in all_cells()
