@@ -62,7 +62,8 @@ class ConversationManager:
 
     def prepare(self, conversation_id: str, request_id: str) -> Conversation | None:
         """A request begins. Returns its conversation, or None (one warning) while another request of it is in its
-        prompt: the second one is then treated as a request without a conversation.
+        prompt: the second one is then treated as a request without a conversation. Call `bound` when the request is
+        sure to live.
         """
         conversation = self._by_id.get(conversation_id)
         if conversation is None:
@@ -78,7 +79,6 @@ class ConversationManager:
         conversation.current = request_id
         conversation.open_requests += 1
         self._touch(conversation)
-        self._bound()
         return conversation
 
     def end_of_prompt(self, conversation: Conversation, request_id: str) -> None:
@@ -149,8 +149,8 @@ class ConversationManager:
                 idle.append(conversation)
         return idle
 
-    def _bound(self) -> None:
-        """End those idle for longest, never one with an open request."""
+    def bound(self) -> None:
+        """While there are more than `max_tracked`, end those idle for longest, never one with an open request."""
         while len(self._by_id) > self._max_tracked:
             oldest = next((c for c in self._by_id.values() if c.open_requests == 0), None)
             if oldest is None:

@@ -54,6 +54,8 @@ def _tree_fault(manager: KvCacheManager) -> str | None:
         for first, second in pairwise(keys):
             if second.startswith(first):
                 return "a block is covered by its sibling"
+    if tree.keys != {key for node in tree.nodes() for key in node.digests}:
+        return "the keys of the blocks on the device are stale"
     if superseded != tree.superseded_blocks:
         return f"{superseded} superseded blocks, {tree.superseded_blocks} counted"
     if locks != len(tree.locks):

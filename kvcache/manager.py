@@ -179,6 +179,8 @@ class KvCacheManager:
                 raise
             sequence = SequenceCache(self, request_id, checked, digest, match, conversation, conversation_id)
             self._sequences[id(sequence)] = sequence
+            if conversation is not None:
+                self.require_ledger().bound()  # after the matched pages are held
             self.tree.order.request_began(sequence.owner)
             return sequence
 
@@ -301,7 +303,7 @@ class KvCacheManager:
         if config.disk_cache_size and config.disk_cache_path is not None:
             disk = DiskTier(Path(config.disk_cache_path), config.disk_cache_size, clock)
         host = HostTier(config.host_cache_size)
-        self.tree.tiers = LowerTiers(self.tree.shape, self.storage, self.pools, host, disk, self.events)
+        self.tree.tiers = LowerTiers(self.tree.shape, self.storage, self.pools, host, disk, self.events, self.tree.keys)
         self.tree.keep_keys = True
         return self.tree.tiers
 

@@ -13,7 +13,8 @@ from kvcache.config import ReusePolicy
 from kvcache.drop_handle import DropHandle, plan_drop
 from kvcache.live_range import first_live_block
 from kvcache.radix_insert import insert
-from kvcache.radix_node import RadixNode
+from kvcache.radix_node import Anchor, RadixNode
+from kvcache.radix_path import locate
 from kvcache.radix_turns import claim_anonymous
 from kvcache.sequence_pages import boundary, let_sources_go
 from kvcache.snapshot_points import snapshot_points
@@ -113,6 +114,8 @@ def publish(sequence: SequenceCache, end: int, *, last: bool = False) -> None:
         _hand_over(sequence, first, first + known, end // block)
         if sequence._shape.recurrent:
             _snapshot(sequence, node, end, last)
+        if sequence._shape.window_rows:
+            _complete_window(sequence, node, offset, end)
         tree.touch(node, sequence.owner)
         if not sequence._shape.plain:
             tree.windows.note(node)
@@ -139,6 +142,28 @@ def _hand_over(sequence: SequenceCache, first: int, fresh: int, last: int) -> No
             known[:] = tree.rows(lock.node, lock.offset)[row, first:fresh]
         pool.hand_over(sequence.rows[row, fresh:last])
     sequence.owned_from = last
+
+
+def _complete_window(sequence: SequenceCache, node: RadixNode, offset: int, end: int) -> None:
+    """Publish copies of window pages that the tree did not take, where a page can be had: another request's longer
+    block took this sequence's partial one over with its page, and this sequence's block went on in another way.
+    """
+    manager, block, place = sequence._manager, sequence._shape.block, Anchor(node, offset)
+    for row, group, window in sequence._shape.window_rows:
+        pool = manager.pools[group]
+        for ordinal in range(first_live_block(end, block, window), -(-end // block)):
+            page, found = int(sequence.rows[row, ordinal]), locate(place, ordinal, block)
+            if found is None or page < 0:
+                continue
+            slots = found[0].rows(found[1] + 1)[row, found[1] :]
+            if slots[0] >= 0 or not manager.room.try_reserve({group: 1}) or slots[0] >= 0:
+                continue
+            new = pool.allocate(1)
+            manager.copy_page(page, int(new[0]), group)
+            pool.coverage[new] = min(block, end - ordinal * block)
+            pool.enter_tree(new)
+            pool.release(new)
+            found[0].rows(found[1] + 1)[row, found[1]] = new[0]
 
 
 def _snapshot(sequence: SequenceCache, node: RadixNode, end: int, last: bool) -> None:

@@ -194,6 +194,7 @@ class _Insertion:
         parent = key_before(node, first)
         new = chain_keys(parent, node.tokens()[offset:], block)
         node.digests.extend(new)
+        tree.keys.update(new)
         if tree.events is not None and new:
             rows = node.tokens()[offset : offset + len(new) * block].reshape(-1, block).tolist()
             blocks = tuple(StoredBlock(key, tuple(row)) for key, row in zip(new, rows, strict=True))

@@ -29,6 +29,7 @@ class RadixTree:
 
     superseded_blocks   blocks of the runs that are marked superseded
     keep_keys           keep the chained keys of whole blocks (somebody wants events, or there are lower tiers)
+    keys                those of all blocks on the device, then
     """
 
     def __init__(self, shape: TreeShape, pools: Sequence[BlockPool], order: EvictionOrder) -> None:
@@ -42,6 +43,7 @@ class RadixTree:
         self.superseded_blocks = 0
         self.evictions = EvictionCounts()
         self.keep_keys = False
+        self.keys: set[bytes] = set()
         self.events: EventLog | None = None
         self.tiers: LowerTiers | None = None
 
@@ -102,8 +104,13 @@ class RadixTree:
             old.locks.remove(anchor)
             node.locks.append(anchor)
             anchor.node = node
+            anchor.offset = offset
             self.order.offer(old)
-        anchor.offset = offset
+        elif offset < anchor.offset:
+            anchor.offset = offset
+            self.order.offer(node)
+        else:
+            anchor.offset = offset
 
     def unlock(self, anchor: Anchor) -> None:
         """Inverse of `lock`."""
@@ -149,6 +156,7 @@ class RadixTree:
                 anchor.offset -= offset
             for anchor in theirs:
                 anchor.node = front
+        self.order.offer(node)  # a lock that protected all of it may protect only the front now
         return front
 
     def truncate(self, node: RadixNode, blocks: int, kept: frozenset[bytes] = frozenset()) -> None:
@@ -188,9 +196,13 @@ class RadixTree:
             if row not in self.shape.full_rows:
                 pages = pages[pages >= 0]
             self.pools[group].leave_tree(pages)
-        gone = tuple(key for key in node.cut_digests(blocks) if key not in kept)
-        if gone and self.events is not None:
-            self.events.add(EventKind.REMOVED, keys=gone)
+        cut = node.cut_digests(blocks)
+        if cut:
+            self.keys.difference_update(cut)
+            lower = self.tiers if self.tiers is not None else ()
+            gone = tuple(key for key in cut if key not in kept and key not in lower)
+            if gone and self.events is not None:
+                self.events.add(EventKind.REMOVED, keys=gone)
         end = node.start + blocks * self.shape.block
         for at in [at for at in node.states if at[1] > end]:
             self.drop_state(node, at)

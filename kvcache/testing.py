@@ -7,7 +7,7 @@ Any page that holds another prefix's KV, a stale snapshot or half a copy shows. 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,8 @@ from kvcache.storage.page_storage import PageStorage
 __all__ = ["PatternModel", "pattern_layout"]
 
 Tokens = NDArray[np.int32]
+
+_MOST_KNOWN = 20_000
 
 
 def pattern_layout(
@@ -45,15 +47,22 @@ class PatternModel:
     def __init__(self, storage: PageStorage) -> None:
         self._storage = storage
         self._layout = storage.layout
+        self._known: dict[bytes, NDArray[np.uint32]] = {}
 
     def prefix_values(self, scope: bytes, tokens: Tokens) -> NDArray[np.uint32]:
-        """One value a token that depends on the scope and on every token up to it."""
-        value = zlib.crc32(scope)
-        out = np.empty(len(tokens), dtype=np.uint32)
-        for index, token in enumerate(tokens.tolist()):
-            value = zlib.crc32(int(token).to_bytes(4, "little"), value)
-            out[index] = value
-        return out
+        """One value a token that depends on the scope and on every token up to it (a view: do not change it)."""
+        key = scope + tokens.tobytes()
+        known = self._known.get(key)
+        if known is None:
+            value = zlib.crc32(scope)
+            known = np.empty(len(tokens), dtype=np.uint32)
+            for index, token in enumerate(tokens.tolist()):
+                value = zlib.crc32(int(token).to_bytes(4, "little"), value)
+                known[index] = value
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            self._known[key] = known
+        return known
 
     def compute(self, sequence: SequenceCache, tokens: Tokens) -> None:
         """Do what a model does for `tokens` at the sequence's next positions: write their KV (not append them)."""
@@ -66,10 +75,11 @@ class PatternModel:
             if spec.kind is LifeCycleKind.RECURRENT:
                 self._storage.page(int(pages[0]), group)[:] = values[-1:].tobytes()
                 continue
-            for at in range(start, len(history)):
+            for at, end in _spans(start, len(history), block):
                 page = int(pages[at // block])
                 if page >= 0:
-                    self._storage.page(page, group)[at % block * 4 : at % block * 4 + 4] = values[at : at + 1].tobytes()
+                    first = at % block * 4
+                    self._storage.page(page, group)[first : first + (end - at) * 4] = values[at:end].tobytes()
 
     def find_wrong(self, sequence: SequenceCache, *, copied: bool = True) -> str | None:
         """Read back everything that the sequence may attend to; the first wrong place in words, or None.
@@ -86,11 +96,20 @@ class PatternModel:
                     return f"the state of life cycle {group} at {end} is wrong"
                 continue
             first = 0 if spec.window is None else max(0, end + 1 - spec.window)
-            for at in range(first, end if copied else end - end % block):
+            for at, stop in _spans(first, end if copied else end - end % block, block):
                 page = int(pages[at // block])
                 if page < 0:
                     return f"life cycle {group} has no page for token {at} of {end}"
-                held = bytes(self._storage.page(page, group)[at % block * 4 : at % block * 4 + 4])
-                if held != values[at : at + 1].tobytes():
-                    return f"life cycle {group}: token {at} of {end} is wrong in page {page}"
+                held = np.frombuffer(self._storage.page(page, group), dtype=np.uint32)[at % block :][: stop - at]
+                wrong = np.flatnonzero(held != values[at:stop])
+                if len(wrong):
+                    return f"life cycle {group}: token {at + int(wrong[0])} of {end} is wrong in page {page}"
         return None
+
+
+def _spans(start: int, end: int, block: int) -> Iterator[tuple[int, int]]:
+    """The parts of start .. end - 1 within one block each."""
+    while start < end:
+        stop = min(end, start - start % block + block)
+        yield start, stop
+        start = stop

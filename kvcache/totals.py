@@ -70,6 +70,7 @@ class CacheTotals:
     requests          requests that computed something; prompt_tokens, reused_tokens: of these
     shortened_tokens  tokens that agreed with the tree and could not be reused, for want of a window or a snapshot
     received_blocks   of the missed and the answers' blocks, those that came from another worker or a tier
+    lost_events       events that left a full buffer before anybody polled them
     evictions         pages given up, by reason: capacity and superseded (blocks), pruned (blocks whose window or
                       snapshot was gone), window (window pages and snapshots for want of room), dropped_turn (windows
                       and snapshots of turns that are retained no more)
@@ -87,6 +88,7 @@ class CacheTotals:
     snapshots_skipped: int
     suspended: int
     resumed: int
+    lost_events: int
     evictions: dict[str, int]
     life_cycles: tuple[LifeCycleTotals, ...]
     tiers: tuple[TierTotals, ...]
@@ -139,6 +141,7 @@ def collect_totals(manager: KvCacheManager) -> CacheTotals:
         snapshots_skipped=counters.snapshots_skipped,
         suspended=counters.suspended,
         resumed=counters.resumed,
+        lost_events=0 if manager.events is None else manager.events.lost,
         evictions=evictions.by_reason(),
         life_cycles=tuple(life_cycles),
         tiers=() if tiers is None else tuple(_tier_totals(tiers, tier) for tier in tiers.traffic),

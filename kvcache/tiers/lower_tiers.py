@@ -6,7 +6,7 @@ intact is a miss and a counter. It never allocates or frees a device page itself
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from kvcache.block_keys import chain_keys
 from kvcache.block_pool import BlockPool
@@ -35,6 +35,7 @@ class LowerTiers:
         host: HostTier,
         disk: DiskTier | None,
         events: EventLog | None,
+        on_device: Container[bytes] = (),
     ) -> None:
         self._shape = shape
         self._storage = storage
@@ -42,6 +43,7 @@ class LowerTiers:
         self.host = host
         self.disk = disk
         self._events = events
+        self._on_device = on_device
         self.traffic = {Tier.HOST: TierTraffic()} if disk is None else {tier: TierTraffic() for tier in LOWER}
 
     def contents(self) -> list[tuple[Tier, int, int, int]]:
@@ -99,10 +101,14 @@ class LowerTiers:
             self.traffic[Tier.DISK].store(down)
             if self._events is not None:
                 self._events.add(EventKind.UPDATED, tier=Tier.DISK, keys=(down.key,))
-        earlier = tuple(key for key in lost if key != block.key)
-        if self._events is not None and earlier:
-            self._events.add(EventKind.REMOVED, keys=earlier)
+        self._removed([key for key in lost if key != block.key])
         return lost
+
+    def _removed(self, keys: Sequence[bytes]) -> None:
+        """Tell that blocks are gone from every tier; some may be on the device again."""
+        gone = tuple(key for key in keys if key not in self._on_device)
+        if self._events is not None and gone:
+            self._events.add(EventKind.REMOVED, keys=gone)
 
     def _covered(self, row: int, group: int, page: int) -> int:
         return self._shape.block if row in self._shape.full_rows else int(self._pools[group].coverage[page])
@@ -129,8 +135,8 @@ class LowerTiers:
         if block is not None and (block.scope != scope or not block.intact()):
             self.traffic[source].corrupt_blocks += 1
             block = None
-        if block is None and self._events is not None:
-            self._events.add(EventKind.REMOVED, keys=(key,))
+        if block is None:
+            self._removed([key])
         return block
 
     def lift(self, keys: Sequence[bytes], scope: bytes) -> int:
@@ -173,6 +179,4 @@ class LowerTiers:
 
     def clear(self) -> None:
         """Forget everything."""
-        keys = self.host.clear() + ([] if self.disk is None else self.disk.clear())
-        if self._events is not None and keys:
-            self._events.add(EventKind.REMOVED, keys=tuple(keys))
+        self._removed(self.host.clear() + ([] if self.disk is None else self.disk.clear()))

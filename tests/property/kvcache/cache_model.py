@@ -68,6 +68,11 @@ class Published:
         while len(queue) > self.max_num_turns:
             queue.popleft()
 
+    def keep_turns_of(self, conversations: set[str]) -> None:
+        """The others were ended."""
+        for name in set(self.turns) - conversations:
+            del self.turns[name]
+
     def forget(self, everything: bool) -> None:
         """The cache was cleared; open requests and pins may have kept blocks (then not `everything` is gone)."""
         self.turns.clear()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from kvcache import EvictionPolicyName, ReusePolicy
-from tests.property.kvcache.cache_machine import CacheMachine
+from tests.property.kvcache.actions import Actions
 
-__all__ = ["KINDS", "machine"]
+__all__ = ["KINDS", "settings_of"]
 
 ROOM: dict[str, object] = {"pages": 3000, "eviction_possible": False}
 TURN_AWARE = EvictionPolicyName.TURN_AWARE
@@ -62,6 +62,6 @@ KINDS: dict[str, dict[str, object]] = {
 }
 
 
-def machine(kind: str) -> type[CacheMachine]:
-    """The machine class of a kind."""
-    return type("ConfiguredMachine", (CacheMachine,), KINDS[kind])
+def settings_of(kind: str) -> type[Actions]:
+    """The actions with the settings of a kind."""
+    return type("ConfiguredActions", (Actions,), KINDS[kind])

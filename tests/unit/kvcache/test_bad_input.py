@@ -340,6 +340,7 @@ def test_a_million_conversations_are_bounded():
     for number in range(1_000_000):
         conversation = ledger.prepare(f"c{number}", "r")
         assert conversation is not None
+        ledger.bound()
         conversation.completed += 1
         conversation.turns.append(FakeHandle())
         ledger.finish(conversation, "r")
@@ -367,6 +368,7 @@ def test_a_million_conversations_that_never_end_a_turn_leave_nothing():
     for number in range(1_000_000):
         conversation = ledger.prepare(f"c{number}", "r")
         assert conversation is not None
+        ledger.bound()
         ledger.finish(conversation, "r")
     assert len(ledger) == 0
 
@@ -388,3 +390,18 @@ def test_more_open_conversations_than_the_bound(bench):
 def test_every_error_has_a_name_and_a_base():
     errors = [getattr(kvcache, name) for name in kvcache.__all__ if name.endswith("Error")]
     assert all(issubclass(error, kvcache.KvCacheError) for error in errors)
+
+
+def test_a_bad_prompt_of_a_new_conversation_costs_no_other_its_turns(bench):
+    b = bench(turns=1, max_tracked_conversations=1)
+    b.turn(range(8), "c")
+    bad = np.array([1, 2, -3], dtype=np.int32)
+    refused(b, InvalidTokensError, lambda: b.manager.create("bad", bad, conversation_id="new"))
+    assert b.manager.ledger.get("c") is not None
+
+
+def test_the_bound_does_not_take_what_the_newcomer_reuses(bench):
+    b = bench(turns=1, windows=(8,), max_tracked_conversations=1)
+    b.turn(range(8), "c")
+    assert b.turn([*range(8), 50], "new") == 8
+    assert b.manager.stats().tracked_conversations == 1

@@ -66,7 +66,7 @@ def test_overflow_is_counted_and_shows_as_a_gap(bench):
     for k in range(5):
         b.turn(range(k * 10, k * 10 + 8))
     events = b.manager.poll_events(1)
-    assert (len(events), events[0].event_id, b.manager.events.lost) == (1, 4, 4)
+    assert (len(events), events[0].event_id, b.manager.stats().lost_events) == (1, 4, 4)
 
 
 def test_provenance(bench):
@@ -133,3 +133,38 @@ def test_provenance_of_matched_blocks_outlives_a_cleared_cache(bench):
     cache.close()
     found = b.manager.provenance(np.array([*range(8), 50, 51, 1], dtype=np.int32))
     assert [(p.first, p.last, p.provenance.request_id) for p in found] == [(0, 2, "r1"), (2, 3, "r2")]
+
+
+def test_a_block_that_leaves_a_tier_while_it_is_on_the_device_again_is_not_removed(bench):
+    b = bench(pages=4, policy="per_request", host_cache_size=4 * 16, event_buffer_max_size=1000)
+    b.turn(range(16))
+    b.turn(range(100, 116))  # the first prompt's blocks go to host memory
+    cache = b.start(range(16))  # comes back; the second one's go down
+    b.compute(cache, range(cache.num_computed_tokens, 16), end=True)
+    cache.close()
+    b.turn(range(200, 216))
+    b.turn(range(16))
+    here = keys_in_tree(b) | set(b.manager.tiers.host._priority)
+    assert replayed(b.manager.poll_events()) == here
+
+
+def test_a_block_that_is_computed_while_a_tier_holds_it(bench):
+    """It lies in both places then; it is removed when it has left both."""
+    b = bench(pages=8, policy="per_request", host_cache_size=2 * 16, event_buffer_max_size=1000)
+    cache = b.start(range(8))  # matched nothing: computes what another request publishes meanwhile
+    b.turn(range(8))
+    b.manager.set_budget(2)
+    tree_keys = keys_in_tree(b)
+    b.turn(range(100, 108))  # pushes the two blocks down to host memory
+    assert set(b.manager.tiers.host._priority) == tree_keys
+    b.manager.set_budget(8)
+    b.compute(cache, range(8), end=True)  # now they are on the device too
+    cache.close()
+    b.manager.poll_events()
+    known = keys_in_tree(b) | set(b.manager.tiers.host._priority)
+    b.manager.set_budget(2)
+    b.manager.set_budget(1)
+    for event in b.manager.poll_events():
+        if event.kind is EventKind.REMOVED:
+            known.difference_update(event.keys)
+    assert known == keys_in_tree(b) | set(b.manager.tiers.host._priority)

@@ -26,6 +26,7 @@ class Rig:
     def turn(self, conversation: str, name: str) -> None:
         opened = self.ledger.prepare(conversation, name)
         assert opened is not None
+        self.ledger.bound()
         self.ledger.end_of_prompt(opened, name)
         self.ledger.save_plan(opened, lambda: Handle(self.dropped, name))
         self.ledger.finish(opened, name)
@@ -162,6 +163,7 @@ def test_the_bound_ends_those_idle_for_longest():
 def test_the_bound_spares_open_requests():
     rig = Rig(tracked=2)
     opened = [rig.ledger.prepare(name, name) for name in ("a", "b", "c")]
+    rig.ledger.bound()
     assert rig.tracked() == ["a", "b", "c"]
     rig.ledger.save_plan(opened[1], lambda: Handle(rig.dropped, "b"))
     rig.ledger.finish(opened[1], "b")

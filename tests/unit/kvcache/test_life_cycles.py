@@ -412,3 +412,25 @@ def test_a_history_that_cannot_be(bench, history):
         cache.resize(8, history=history)
     assert (cache.capacity_tokens, cache.blocks) == (4, 1)
     cache.close()
+
+
+def test_a_partial_window_page_that_another_block_took_over_is_published_as_a_copy(bench):
+    """While a turn is decoded another request publishes a longer block with the same beginning, without a window page
+    of its own there: it takes the turn's page over. The turn is retained at its very end all the same.
+    """
+    b = bench(windows=(8,), turns=2)
+    turn = b.start(range(10), "c")
+    b.compute(turn, range(10), end=True)
+    other = b.start([*range(10), *range(70, 100)], "d")
+    other.resize(40, history=40)  # a transfer: the window's pages at the end only
+    rest = np.array([*range(10), *range(70, 100)][other.num_computed_tokens :], dtype=np.int32)
+    b.model.compute(other, rest)
+    other.append_computed(rest, end_of_prompt=True)
+    b.compute(turn, [50, 51, 52])
+    turn.end_turn()
+    turn.close()
+    assert [handle.num_tokens for handle in b.manager.ledger.get("c").turns] == [13]
+    assert b.probe([*range(10), 50, 51, 52, 999]) == 13
+    other.end_turn()
+    other.close()
+    assert b.probe([*range(10), *range(70, 100), 999]) == 40

@@ -350,3 +350,20 @@ def test_a_copy_source_that_another_request_replaces(bench):
     b.turn(range(200, 208))
     b.compute(waiting, [50, 51], end=True)
     waiting.close()
+
+
+def test_a_run_that_is_unlocked_by_a_copy_and_a_split_is_evicted_again(bench):
+    """A reader's lock covers a whole run when eviction looks at it, and only its front later on."""
+    b = bench(pages=8, policy="per_request")
+    b.turn(range(16))
+    b.turn(range(200, 208))
+    reader = b.start([*range(14), 90, 91])  # the last block is matched in part: locked until it is copied
+    other = b.start(range(100, 116))
+    other.resize(16)  # eviction looks at the first run, finds it locked, and takes the second one
+    other.close()
+    b.compute(reader, [90, 91], end=True)  # splits the run: nobody relies on its last block any more
+    reader.close()
+    last = b.start(range(300, 332))
+    last.resize(32)  # all eight pages: every cached block must go
+    assert b.cached() == 0
+    last.close()
