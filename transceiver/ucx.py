@@ -22,13 +22,14 @@ from transceiver.cma_copies import CmaCopies
 from transceiver.config import CacheTransceiverConfig
 from transceiver.device_memory import HOST, tls_with_devices
 from transceiver.errors import TransceiverError, TransportUnavailableError
+from transceiver.host_port import format_address, parse_address
 from transceiver.transport import TransportHandler
 from transceiver.ucp_binding import UCS_INPROGRESS, UCS_OK
 from transceiver.ucx_fabric import UcxFabric
 from transceiver.ucx_link import PendingRead, UcxLink
 from transceiver.wire import MAX_MESSAGE_BYTES
 
-__all__ = ["UcxTransport", "parse_address"]
+__all__ = ["UcxTransport"]
 
 _log = logging.getLogger(__name__)
 _MAX_PROGRESS = 64  # rounds before events are delivered, so that a busy fabric cannot starve the protocol
@@ -42,15 +43,6 @@ _BASE_OPTIONS = {
     "TCP_TX_SEG_SIZE": "256K",
     "TCP_RX_SEG_SIZE": "1M",
 }
-
-
-def parse_address(address: str) -> tuple[str, int]:
-    """(host, port) of ``ucx://host:port`` (IPv6 in brackets). Raises TransceiverError."""
-    scheme, _, rest = address.partition("://")
-    host, _, port = rest.rpartition(":")
-    if scheme != "ucx" or not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise TransceiverError(f"{address!r} is not an address of the form ucx://host:port")
-    return host.strip("[]"), int(port)
 
 
 class UcxTransport:
@@ -76,8 +68,7 @@ class UcxTransport:
 
     @property
     def address(self) -> str:
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"ucx://{host}:{self._listener.port}"
+        return format_address("ucx", self._host, self._listener.port)
 
     @property
     def identity(self) -> bytes:
@@ -131,7 +122,7 @@ class UcxTransport:
         return self._fabrics[1]
 
     def connect(self, address: str) -> UcxLink:
-        host, port = parse_address(address)
+        host, port = parse_address("ucx", address)
         try:
             fabric = self._fabric_for(address)
             endpoint = self._api.UCXEndpoint.create(fabric.worker, host, port, True)
