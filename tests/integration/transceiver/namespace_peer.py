@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import sys
 from typing import Any
 
@@ -16,7 +17,7 @@ from tests.unit.transceiver.rig import SCOPE, SECRET, make_layout, make_storage,
 from transceiver import CacheTransceiver, CacheTransceiverConfig, GrantTicket
 
 PAGES = (3, 1, 2, 9)
-CONFIG = CacheTransceiverConfig(ucx_tls="tcp")
+CONFIG = CacheTransceiverConfig.model_validate({"backend": os.environ.get("PEER_BACKEND", "ucx"), "ucx_tls": "tcp"})
 
 
 def say(**values: Any) -> None:

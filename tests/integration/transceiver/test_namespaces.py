@@ -11,12 +11,14 @@ from collections.abc import Iterator
 
 import pytest
 
-pytest.importorskip("ucxx", reason="needs ucxx")
+from tests.integration.transceiver.fabrics import NIXL, UCX_TCP, Fabric, as_parameter
+
 pytestmark = [
     pytest.mark.ucx,
     pytest.mark.timeout(180),
     pytest.mark.skipif(os.geteuid() != 0, reason="setting up network namespaces needs root"),
     pytest.mark.skipif(shutil.which("ip") is None, reason="needs the ip command"),
+    pytest.mark.parametrize("fabric", [as_parameter(UCX_TCP), as_parameter(NIXL)]),
 ]
 MODULE = "tests.integration.transceiver.namespace_peer"
 HOSTS = ("10.213.77.1", "10.213.77.2")
@@ -49,24 +51,26 @@ def namespaces() -> Iterator[tuple[str, str]]:
             subprocess.run(("ip", "netns", "del", name), capture_output=True, timeout=20, check=False)
 
 
-def start(namespace: str, *arguments: str) -> subprocess.Popen[str]:
+def start(fabric: Fabric, namespace: str, *arguments: str) -> subprocess.Popen[str]:
+    backend = fabric.config.get("backend", "ucx")
+    settings = {"PYTHONPATH": os.getcwd(), "PEER_BACKEND": backend, **({"UCX_TLS": "tcp"} if backend == "nixl" else {})}
     return subprocess.Popen(
         ("ip", "netns", "exec", namespace, sys.executable, "-m", MODULE, *arguments),
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": os.getcwd()},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **settings},
     )  # fmt: skip
 
 
-def test_blocks_cross_between_two_hosts(namespaces: tuple[str, str]) -> None:
-    holder = start(namespaces[0], "holder", HOSTS[0])
+def test_blocks_cross_between_two_hosts(fabric: Fabric, namespaces: tuple[str, str]) -> None:
+    holder = start(fabric, namespaces[0], "holder", HOSTS[0])
     try:
         assert holder.stdout is not None
         ticket = holder.stdout.readline()
-        assert json.loads(ticket)["address"].startswith(f"ucx://{HOSTS[0]}:")
-        receiver = start(namespaces[1], "receiver", HOSTS[1], ticket)
+        assert json.loads(ticket)["address"].startswith(f"{fabric.transport.partition('/')[0]}://{HOSTS[0]}:")
+        receiver = start(fabric, namespaces[1], "receiver", HOSTS[1], ticket)
         answer, errors = receiver.communicate(timeout=60)
         mine = json.loads(answer) if answer else {"reason": errors}
         theirs = json.loads(holder.stdout.readline())
-        assert (mine.get("status"), mine.get("transport")) == ("done", "ucx/tcp"), mine
+        assert (mine.get("status"), mine.get("transport")) == ("done", fabric.transport), mine
         assert theirs["status"] == "done"
         assert mine["digest"] == theirs["digest"]
         holder.communicate(timeout=30)
@@ -76,13 +80,13 @@ def test_blocks_cross_between_two_hosts(namespaces: tuple[str, str]) -> None:
             holder.communicate()
 
 
-def test_a_cut_cable_ends_the_transfer_by_its_deadline(namespaces: tuple[str, str]) -> None:
-    holder = start(namespaces[0], "holder", HOSTS[0])
+def test_a_cut_cable_ends_the_transfer_by_its_deadline(fabric: Fabric, namespaces: tuple[str, str]) -> None:
+    holder = start(fabric, namespaces[0], "holder", HOSTS[0])
     try:
         assert holder.stdout is not None
         ticket = holder.stdout.readline()
         ip("-n", namespaces[0], "link", "set", namespaces[0], "down")
-        receiver = start(namespaces[1], "receiver", HOSTS[1], ticket)
+        receiver = start(fabric, namespaces[1], "receiver", HOSTS[1], ticket)
         answer, errors = receiver.communicate(timeout=60)
         assert json.loads(answer)["status"] in ("failed", "timed_out"), (answer, errors)
     finally:
