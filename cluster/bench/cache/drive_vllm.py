@@ -1,6 +1,6 @@
 """Runs under a Python that has vLLM: its own requests, hasher and `KVCacheManager` on given prompts, no scheduler.
 
-Started by `peers`, never imported. Prints one JSON line. Modules that vLLM imports and this machine lacks (GPU
+Started by `peers`, never imported. Prints a JSON line a round. Modules that vLLM imports and this machine lacks (GPU
 kernels, grammar engines) are replaced by empty ones: the cache manager uses none of them.
 """
 
@@ -8,43 +8,16 @@ kernels, grammar engines) are replaced by empty ones: the cache manager uses non
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
-import importlib.metadata
 import json
 import sys
 import time
-from types import ModuleType
-from typing import Any
-from unittest.mock import MagicMock
 
-
-class _Stubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Last resort of the import system: an empty module for what is not installed."""
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name.split(".")[0] in sys.argv[4].split(","):
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
-        return None
-
-    def create_module(self, spec: Any) -> ModuleType:
-        module: Any = MagicMock(name=spec.name)
-        module.__path__ = []
-        module.__spec__ = spec
-        return module  # type: ignore[no-any-return]
-
-    def exec_module(self, module: ModuleType) -> None:
-        pass
+from stub_modules import install_stubs
 
 
 def main() -> None:
-    """argv: prompts.npz, block, capacity in tokens, names of packages to stub."""
-    sys.meta_path.append(_Stubs())
-    known_version = importlib.metadata.version
-    stubs = sys.argv[4].split(",")
-    importlib.metadata.version = lambda distribution_name: (
-        "0.0.0" if distribution_name in stubs else known_version(distribution_name)
-    )
+    """argv: prompts.npz, block, capacity in tokens, names of packages to stub. A round for each line of stdin."""
+    install_stubs(frozenset(sys.argv[4].split(",")))
     import numpy as np
     import torch
     from vllm.sampling_params import SamplingParams
@@ -56,7 +29,7 @@ def main() -> None:
 
     data = np.load(sys.argv[1])
     block, capacity = int(sys.argv[2]), int(sys.argv[3])
-    prompts = [part.tolist() for part in np.split(data["tokens"], np.cumsum(data["lengths"])[:-1])]
+    prompts = np.split(data["tokens"], np.cumsum(data["lengths"])[:-1])
     spec = FullAttentionSpec(block_size=block, num_kv_heads=1, head_size=1, dtype=torch.float16)
     config = KVCacheConfig(
         num_blocks=capacity // block + 1,  # one is vLLM's null block
@@ -64,35 +37,39 @@ def main() -> None:
         kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
     )
     init_none_hash(sha256)
-    manager = KVCacheManager(
-        config, max_model_len=2_000_000, scheduler_block_size=block, hash_block_size=block, enable_caching=True
-    )
     hasher = get_request_block_hasher(block, sha256)
     sampling = SamplingParams(max_tokens=1)
-    hits, blocks, cpu = 0, 0, 0.0
-    for number, tokens in enumerate(prompts):
-        began = time.thread_time()
-        request = Request(str(number), tokens, sampling, None, block_hasher=hasher)
-        found, cached, *_ = manager.get_computed_blocks(request)
-        # the last token is only there so that a whole cached prompt is not cut by one block: no slot for it
-        new = len(tokens) - 1 - cached
-        if new > 0 and manager.allocate_slots(request, new, cached, found) is None:
-            raise SystemExit(f"vLLM has no room for request {number}")
-        if new == 0:
-            manager.allocate_slots(request, 1, cached, found)
-        manager.free(request)
-        cpu += time.thread_time() - began
-        hits += cached // block
-        blocks += (len(tokens) - 1) // block
-    print(
-        json.dumps(
-            {
-                "hit_rate": hits / blocks,
-                "cpu_us_per_block": 1e6 * cpu / blocks,
-                "cpu_ms_per_request": 1e3 * cpu / len(prompts),
-            }
+
+    def one_round() -> tuple[int, int, float]:
+        manager = KVCacheManager(
+            config, max_model_len=2_000_000, scheduler_block_size=block, hash_block_size=block, enable_caching=True
         )
-    )
+        hits, blocks, cpu = 0, 0, 0.0
+        for number, prompt in enumerate(prompts):
+            tokens = prompt.tolist()
+            began = time.thread_time()
+            request = Request(str(number), tokens, sampling, None, block_hasher=hasher)
+            found, cached, *_ = manager.get_computed_blocks(request)
+            # the last token is only there so that a whole cached prompt is not cut by one block: no slot for it
+            new = len(tokens) - 1 - cached
+            if new > 0 and manager.allocate_slots(request, new, cached, found) is None:
+                raise SystemExit(f"vLLM has no room for request {number}")
+            if new == 0:
+                manager.allocate_slots(request, 1, cached, found)
+            manager.free(request)
+            cpu += time.thread_time() - began
+            hits += cached // block
+            blocks += (len(tokens) - 1) // block
+        return hits, blocks, cpu
+
+    for _ in sys.stdin:
+        hits, blocks, cpu = one_round()
+        figures = {
+            "hit_rate": hits / blocks,
+            "cpu_us_per_block": 1e6 * cpu / blocks,
+            "cpu_ms_per_request": 1e3 * cpu / len(prompts),
+        }
+        print(json.dumps(figures), flush=True)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,7 +12,15 @@ import pytest
 from typer.testing import CliRunner
 
 from cluster.bench.cache import PeerUnavailable, measure_growth, measure_peer, run_cache_bench
+from cluster.bench.cache import peers as peer_file
+from cluster.bench.cache.own import measure_own, prompts_of
+from cluster.bench.cache.peers import PeerProcess
 from cluster.cli.app import app
+from cluster.replay.lanes import scheduled
+from cluster.replay.runner import ReplayOptions
+from cluster.replay.trace import load_trace
+
+PEER_PYTHON = Path(__file__).resolve().parents[4] / ".venv-peers/bin/python"
 
 
 @pytest.fixture
@@ -55,6 +64,41 @@ def test_growth_measures_warm_turns():
 def test_a_missing_peer_is_named(name):
     with pytest.raises(PeerUnavailable, match=name):
         measure_peer(name, [np.arange(40, dtype=np.int32)], 16, 1000, Path(sys.executable))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PEER_PYTHON.exists(), reason="no .venv-peers: make bench-peers")
+@pytest.mark.parametrize("name", peer_file.PEERS)
+def test_a_peer_runs_rounds_and_finds_what_we_find(trace, name):
+    chosen = [request for _, request in scheduled(load_trace(trace).coarsened(16))]
+    prompts = prompts_of(chosen, 16)
+    ours = measure_own(chosen, prompts, ReplayOptions(capacity_tokens=100_000, block=16, with_bounds=False))
+    with PeerProcess(name, prompts, 16, 100_000, PEER_PYTHON) as peer:
+        first, second = peer.one_round(), peer.one_round()
+    assert first["hit_rate"] == second["hit_rate"] == pytest.approx(ours.hit_rate)
+    assert first["cpu_us_per_block"] > ours.cpu_us_per_block > 0
+
+
+def test_missing_packages_are_replaced_by_empty_ones_and_others_are_not():
+    script = """
+import importlib.metadata, json, sys
+from stub_modules import install_stubs
+install_stubs(frozenset({"no_kernels", "json"}))
+import no_kernels.deep.inside as inside
+assert isinstance(inside.Kernel, type) and not isinstance(3, inside.Kernel)
+assert inside.Mode.FAST is not None and inside.launch(1, grid=2) is not None and inside.__version__ == "0.0.0"
+assert importlib.metadata.version("no-kernels") == "0.0.0" and importlib.metadata.version("numpy") != "0.0.0"
+assert json.loads("[1]") == [1]
+for name in ("import not_listed_either", "importlib.metadata.version('not-listed-either')"):
+    try:
+        exec(name)
+    except ImportError:
+        continue
+    raise SystemExit(name + " worked")
+"""
+    folder = Path(peer_file.__file__).parent
+    done = subprocess.run([sys.executable, "-c", script], cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_replay_command(trace, tmp_path):
