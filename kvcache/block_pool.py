@@ -24,10 +24,11 @@ class BlockPool:
     def __init__(self, num_pages: int, generations: NDArray[np.uint64]) -> None:
         self.num_pages = num_pages
         self.generations = generations
+        generations += 0  # touch the memory now, not page by page in the first requests
         self._stack: Pages = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
         self._top = num_pages
-        self.refs = np.zeros(num_pages, dtype=np.int32)
-        self.in_tree = np.zeros(num_pages, dtype=np.bool_)
+        self.refs = np.full(num_pages, 0, dtype=np.int32)  # `full` touches it too
+        self.in_tree = np.full(num_pages, False, dtype=np.bool_)
         self.plan_count = np.zeros(num_pages, dtype=np.int32)
         self.anonymous = np.zeros(num_pages, dtype=np.bool_)
         self.coverage = np.zeros(num_pages, dtype=np.int32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from kvcache.block_keys import chain_keys
 from kvcache.radix_node import RadixNode
 from kvcache.radix_path import key_before, path
+from kvcache.sequence_pages import held_pages, source_pages
 
 if TYPE_CHECKING:
     from kvcache.manager import KvCacheManager
@@ -98,7 +100,7 @@ def _pool_fault(manager: KvCacheManager) -> str | None:
         if not np.array_equal(counted > 0, pool.in_tree) or pool.tree_pages != len(cached):
             return f"life cycle {group}: the tree holds {len(cached)} pages, the pool says {pool.tree_pages}"
         refs = np.zeros(pool.num_pages, dtype=np.int64)
-        for pages in manager.holders(group):
+        for pages in _holders(manager, group):
             np.add.at(refs, pages, 1)
         if not np.array_equal(refs, pool.refs):
             wrong = int(np.flatnonzero(refs != pool.refs)[0])
@@ -109,6 +111,15 @@ def _pool_fault(manager: KvCacheManager) -> str | None:
         if not np.array_equal(free == 1, ~(pool.in_tree | (refs > 0))) or free.max(initial=0) > 1:
             return f"life cycle {group}: free + held + cached pages are not all pages"
     return None
+
+
+def _holders(manager: KvCacheManager, group: int) -> Iterator[NDArray[np.int32]]:
+    """Page lists of everyone who holds pages of `group` one by one."""
+    for sequence in manager._sequences.values():
+        yield held_pages(sequence)[group]
+        yield source_pages(sequence, group)
+    for pin in manager.pins:
+        yield pin.pages[group]
 
 
 def _plan_fault(manager: KvCacheManager) -> str | None:

@@ -7,8 +7,7 @@ it then records the reason and refuses every later call. It never imports torch,
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +27,7 @@ from kvcache.events import EventKind, EventLog, KvEvent
 from kvcache.eviction import EvictionOrder, LruOrder, TurnAwareOrder
 from kvcache.integrity import find_fault
 from kvcache.layout import KvLayout
-from kvcache.onboarding import onboard, tier_keys
+from kvcache.onboarding import estimate_onboarded, onboard, tier_keys
 from kvcache.page_room import PageRoom
 from kvcache.peer_pins import PeerPins
 from kvcache.poison_guard import PoisonGuard
@@ -40,11 +39,11 @@ from kvcache.radix_path import block_provenance
 from kvcache.radix_tree import RadixTree
 from kvcache.reuse_scope import ReuseScope
 from kvcache.sequence_cache import SequenceCache
-from kvcache.sequence_pages import held_pages, own_everything, source_pages
+from kvcache.sequence_pages import own_everything
 from kvcache.stats import CacheStats, collect_stats
 from kvcache.storage.page_storage import PageStorage
-from kvcache.tiers import DiskTier, HostTier, LowerTiers
-from kvcache.token_ids import check_signs, checked_tokens
+from kvcache.tier_setup import set_up_tiers
+from kvcache.token_ids import check_conversation_id, check_signs, checked_tokens
 from kvcache.totals import CacheTotals, collect_totals
 
 __all__ = ["KvCacheManager"]
@@ -76,8 +75,7 @@ class KvCacheManager:
         self.config = config
         self.storage = storage
         self.policy = config.block_reuse_config.policy
-        groups = range(len(layout.groups))
-        self.pools = [BlockPool(storage.num_pages(group), storage.generations(group)) for group in groups]
+        self.pools = [BlockPool(storage.num_pages(g), storage.generations(g)) for g in range(len(layout.groups))]
         order: EvictionOrder = LruOrder()
         if config.eviction_policy is EvictionPolicyName.TURN_AWARE:
             order = TurnAwareOrder(clock, self.pools[0].num_pages)
@@ -88,7 +86,7 @@ class KvCacheManager:
             self.events = self.tree.events = EventLog(config.event_buffer_max_size)
             self.tree.keep_keys = True
             self.events.add(EventKind.CREATED, pages=tuple(pool.num_pages for pool in self.pools))
-        self.tiers = self._make_tiers(clock)
+        self.tiers = set_up_tiers(config, self.tree, storage, clock)
         self.counters = CacheCounters()
         self._seen_totals: CacheTotals | None = None
         self.ledger: ConversationManager | None = None
@@ -115,9 +113,7 @@ class KvCacheManager:
         match = self._match(checked, digest)
         found = 0 if match is None else match.num_tokens
         if self.tiers is not None and len(self.tiers) and len(checked) > 1 and self.tree.shape.plain:
-            end, keys = tier_keys(self, self.tiers, checked[:-1], digest)
-            room = self.pools[0].free_pages + evictable_pages(self.tree, 0) - end // self.layout.tokens_per_block
-            found = max(found, end + max(0, min(len(keys), room)) * self.layout.tokens_per_block)
+            found = max(found, estimate_onboarded(self, self.tiers, checked[:-1], digest))
         return found
 
     def prefetch(self, tokens: Tokens, scope: ReuseScope = _NO_SCOPE) -> int:
@@ -162,7 +158,7 @@ class KvCacheManager:
         """
         with self._guard:
             checked, digest = checked_tokens(tokens), self._digest(scope)
-            _check_id(conversation_id)
+            check_conversation_id(conversation_id)
             conversation = None
             if self.ledger is not None:
                 self.ledger.expire_idle()
@@ -187,7 +183,7 @@ class KvCacheManager:
     def end_conversation(self, conversation_id: str) -> bool:
         """Drop the conversation's retained turns and forget it. False for an unknown id."""
         with self._guard:
-            _check_id(conversation_id)
+            check_conversation_id(conversation_id)
             return self.ledger is not None and self.ledger.end(conversation_id)
 
     def expire_idle(self) -> int:
@@ -274,10 +270,6 @@ class KvCacheManager:
             raise CorruptedCacheError("a sequence belongs to a conversation and the manager has no ledger")
         return self.ledger
 
-    def turn_completed(self, sequence: SequenceCache, stop_reason: str | None, output_tokens: int | None) -> None:
-        """Tell the eviction order that a conversation waits for its user, or its tool, from now on."""
-        self.tree.order.turn_ended(sequence.owner, stop_reason, output_tokens)
-
     def forget(self, sequence: SequenceCache) -> None:
         """A sequence was closed."""
         del self._sequences[id(sequence)]
@@ -285,27 +277,6 @@ class KvCacheManager:
             self.tree.order.turn_ended(sequence.owner, None, None)
         if sequence.conversation is not None and self.ledger is not None:
             self.ledger.finish(sequence.conversation, sequence.request_id)
-
-    def holders(self, group: int) -> Iterator[NDArray[np.int32]]:
-        """Page lists of everyone who holds pages of `group` one by one (for the integrity check)."""
-        for sequence in self._sequences.values():
-            yield held_pages(sequence)[group]
-            yield source_pages(sequence, group)
-        for pin in self.pins:
-            yield pin.pages[group]
-
-    def _make_tiers(self, clock: Callable[[], float]) -> LowerTiers | None:
-        config = self.config
-        if not config.enable_block_reuse or not (config.host_cache_size or config.disk_cache_size):
-            return None
-        self.storage.page(0)  # lower tiers copy through host memory: a storage that cannot says so here
-        disk = None
-        if config.disk_cache_size and config.disk_cache_path is not None:
-            disk = DiskTier(Path(config.disk_cache_path), config.disk_cache_size, clock)
-        host = HostTier(config.host_cache_size)
-        self.tree.tiers = LowerTiers(self.tree.shape, self.storage, self.pools, host, disk, self.events, self.tree.keys)
-        self.tree.keep_keys = True
-        return self.tree.tiers
 
     def _digest(self, scope: ReuseScope) -> bytes:
         if scope is _NO_SCOPE:
@@ -323,8 +294,3 @@ class KvCacheManager:
         if not self.config.enable_block_reuse or len(tokens) < 2:
             return None
         return self.tree.match(scope, tokens[:-1], self.config.enable_partial_reuse)
-
-
-def _check_id(conversation_id: str | None) -> None:
-    if not (conversation_id is None or isinstance(conversation_id, str)):
-        raise InvalidArgumentError(f"a conversation id is a text or None, not {conversation_id!r}")

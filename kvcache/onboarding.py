@@ -20,7 +20,7 @@ from kvcache.tiers import LowerTiers, TierBlock
 if TYPE_CHECKING:
     from kvcache.manager import KvCacheManager
 
-__all__ = ["onboard", "tier_keys"]
+__all__ = ["estimate_onboarded", "onboard", "tier_keys"]
 
 
 def tier_keys(manager: KvCacheManager, tiers: LowerTiers, tokens: Tokens, scope: bytes) -> tuple[int, list[bytes]]:
@@ -34,6 +34,14 @@ def tier_keys(manager: KvCacheManager, tiers: LowerTiers, tokens: Tokens, scope:
     if not known:
         tree.forget_empty_root(node)
     return end, keys
+
+
+def estimate_onboarded(manager: KvCacheManager, tiers: LowerTiers, tokens: Tokens, scope: bytes) -> int:
+    """How many leading tokens the device would hold after `onboard` (full attention only). No side effects."""
+    end, keys = tier_keys(manager, tiers, tokens, scope)
+    block = manager.tree.shape.block
+    room = manager.pools[0].free_pages + evictable_pages(manager.tree, 0) - end // block
+    return end + max(0, min(len(keys), room)) * block
 
 
 def onboard(manager: KvCacheManager, tiers: LowerTiers, tokens: Tokens, scope: bytes) -> int:

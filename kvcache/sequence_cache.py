@@ -86,7 +86,7 @@ class SequenceCache:
         if match is not None and match.num_tokens:
             sequence_pages.adopt(self, match)
         if not self._shape.plain:
-            publisher.set_points(self, self.matched_tokens)
+            publisher.set_points(self, self.matched_tokens if match is not None and match.forks else 0)
 
     def __enter__(self) -> SequenceCache:
         return self
@@ -198,7 +198,7 @@ class SequenceCache:
                 raise TurnEndedError(f"request {self.request_id}: end_turn was already called")
             self.turn_ended = True
             publisher.end_turn(self)
-            self._manager.turn_completed(self, stop_reason, output_tokens)
+            self._tree.order.turn_ended(self.owner, stop_reason, output_tokens)
 
     def suspend(self) -> int:
         """Move the pages that only this sequence holds to host memory, to make room. Returns the bytes moved. Until

@@ -1,13 +1,13 @@
-"""Checks of token ids that come from outside, before they are matched or stored."""
+"""Checks of token and conversation ids that come from outside, before they are matched or stored."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from kvcache.errors import InvalidTokensError
+from kvcache.errors import InvalidArgumentError, InvalidTokensError
 from kvcache.radix_node import Tokens
 
-__all__ = ["check_signs", "checked_tokens"]
+__all__ = ["check_conversation_id", "check_signs", "checked_tokens"]
 
 _INT32 = np.dtype(np.int32)
 
@@ -35,5 +35,11 @@ def checked_tokens(tokens: Tokens, *, allow_empty: bool = False) -> Tokens:
 
 def check_signs(tokens: Tokens) -> None:
     """Raises InvalidTokensError for a negative id. What the tree holds needs no check: it never takes one in."""
-    if np.count_nonzero(tokens < 0):
+    if len(tokens) and np.minimum.reduce(tokens) < 0:
         raise InvalidTokensError("token ids lie in 0 .. 2^31 - 1")
+
+
+def check_conversation_id(conversation_id: str | None) -> None:
+    """Raises InvalidArgumentError for anything but a text or None."""
+    if not (conversation_id is None or isinstance(conversation_id, str)):
+        raise InvalidArgumentError(f"a conversation id is a text or None, not {conversation_id!r}")
