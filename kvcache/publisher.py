@@ -62,8 +62,10 @@ def end_turn(sequence: SequenceCache) -> None:
         manager.require_ledger().save_plan(conversation, lambda: _plan(sequence))
 
 
-def set_points(sequence: SequenceCache, token_match: int) -> None:
-    """Decide where the prompt's chunks must end so that a state or a window can be published there."""
+def set_points(sequence: SequenceCache, fork: int) -> None:
+    """Decide where the prompt's chunks must end so that a state or a window can be published there. `fork`: tokens
+    after which the prompt leaves a cached path that goes on differently (0: it does not).
+    """
     manager, shape = sequence._manager, sequence._shape
     if shape.plain or not manager.config.enable_block_reuse:
         return
@@ -74,7 +76,7 @@ def set_points(sequence: SequenceCache, token_match: int) -> None:
     )
     sequence.explicit_points = bool(points)
     reused = sequence.num_computed_tokens
-    branch = token_match - token_match % shape.block
+    branch = fork - fork % shape.block
     if manager.config.block_reuse_config.enable_branch_snapshot and reused < branch < sequence.prompt_tokens:
         points.add(branch)
     sequence.points = tuple(sorted(point for point in points if point > reused))

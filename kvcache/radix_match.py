@@ -63,12 +63,15 @@ class Match(NamedTuple):
 
     node, offset     deepest node and the tokens matched in it, the partial block included
     token_match      tokens that agree before life cycles shorten it (shows a missing window or snapshot)
+    forks            other tokens are cached behind those that agree: the prompt leaves a cached path there. False where
+                     the cached path only ends, because it was never longer or its end was evicted
     """
 
     node: RadixNode
     offset: int
     num_tokens: int
     token_match: int
+    forks: bool = False
 
 
 def walk(root: RadixNode, tokens: Tokens, shape: TreeShape, pools: Sequence[BlockPool], partial: bool) -> Match:
@@ -135,9 +138,10 @@ def _supported(node: RadixNode, offset: int, shape: TreeShape, pools: Sequence[B
     if not partial and len(candidates):
         candidates = candidates[candidates % block == 0]
     reused = int(candidates.max()) if len(candidates) else 0
+    forks = offset < node.length or bool(node.children)
     while node.parent is not None and reused <= node.start:
         node = node.parent
-    return Match(node, reused - node.start, reused, matched)
+    return Match(node, reused - node.start, reused, matched, forks)
 
 
 def _candidate_lengths(node: RadixNode, offset: int, length: int, shape: TreeShape) -> NDArray[np.int64]:

@@ -54,6 +54,14 @@ class WindowQueues:
             self.push(node, group)
         return None
 
+    def oldest_use(self, group: int) -> int | None:
+        """Last use (tick) of the run that `pop` would take, or None. Nothing is taken out."""
+        node = self.pop(group)
+        if node is None:
+            return None
+        self.push(node, group)
+        return node.last_used
+
     def holds(self, node: RadixNode, group: int) -> bool:
         """Whether a run has a window page or snapshot of `group`."""
         if group in self._shape.recurrent:

@@ -39,6 +39,8 @@ def adopt(sequence: SequenceCache, match: Match) -> None:
     sequence.rows = np.empty((len(shape.attention), 1 + sequence.prompt_tokens // block), dtype=np.int32)
     copy_path_rows(match.node, match.offset, block, sequence.rows)
     sequence.lock = tree.lock(match.node, match.offset)
+    if not shape.plain:
+        tree.touch(match.node, sequence.owner)  # the lock protects no states: what is matched must not look old
     sequence.blocks = sequence.owned_from = blocks
     if reused % block:
         sequence.sources = sequence.rows[:, blocks].tolist()

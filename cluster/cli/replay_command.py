@@ -22,6 +22,10 @@ def replay(
     block: Annotated[int, typer.Option(min=1, help="Tokens of a block.")] = 256,
     life_cycles: Annotated[str, typer.Option(help="full, swa or ssm.")] = "full",
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many rows of the trace.")] = None,
+    conversations: Annotated[
+        str,
+        typer.Option(help="all, or every second conversation: even or odd (tune on one half, report on the other)."),
+    ] = "all",
     peer: Annotated[
         list[str] | None, typer.Option(help="vllm or sglang: replay it there too (block 16, 32, 64).")
     ] = None,
@@ -44,6 +48,7 @@ def replay(
             block=block,
             life_cycles=life_cycles,
             limit=limit,
+            conversations=conversations,
             peers=tuple(peer or ()),
             peer_python=peer_python,
             bounds=bounds,

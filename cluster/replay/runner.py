@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.replay.belady import belady_hits, infinite_hits
+from cluster.replay.byte_budget import ByteBudget
 from cluster.replay.trace import TraceRequest
 from kvcache import (
     BlockReuseConfig,
@@ -19,6 +20,7 @@ from kvcache import (
     KvCacheConfig,
     KvCacheManager,
     NeverFitsError,
+    RecurrentStateConfig,
     ReusePolicy,
 )
 from kvcache.config import EvictionPolicyName
@@ -26,6 +28,7 @@ from kvcache.testing import pattern_layout
 
 __all__ = ["ReplayOptions", "ReplayResult", "block_tokens", "make_manager", "replay", "serve"]
 
+_SNAPSHOT_PAGES, _SNAPSHOT_EVERY_BLOCKS = 8, 4  # bytes of a snapshot; how often all_reusable keeps one
 _SENTINEL = np.array([2**31 - 1], dtype=np.int32)
 
 
@@ -105,6 +108,7 @@ def replay(
     result = ReplayResult(requests=len(arrivals))
     reused_blocks, cpu = 0, 0.0
     prompts = _PromptMaker(options.block)
+    budget = make_budget(options, manager)
     for done, (at, request) in enumerate(arrivals):
         now[0] = at
         result.blocks += len(request.blocks)
@@ -113,10 +117,12 @@ def replay(
         prompt = prompts.prompt(request)
         began = time.thread_time()
         try:
-            reused_blocks += serve(manager, request, prompt, options.block)
+            reused_blocks += serve(manager, request, prompt, options.block, budget)
         except NeverFitsError:
             result.skipped += 1
         cpu += time.thread_time() - began
+        if budget is not None:
+            result.resident_states = max(result.resident_states, manager.pools[1].tree_pages)
         if progress is not None and done % 200 == 0:
             progress(done)
     stats = manager.stats()
@@ -125,7 +131,6 @@ def replay(
     result.cpu_us_per_block = 1e6 * cpu / max(1, result.blocks)
     result.evictions = dict(stats.evictions)
     result.resident_blocks = stats.pools[0].cached
-    result.resident_states = stats.pools[1].cached if len(stats.pools) > 1 else 0
     result.bytes_per_cached_block = stats.index_bytes / max(1, result.resident_blocks)
     if options.with_bounds:
         paths = [request.blocks for _, request in arrivals]
@@ -134,28 +139,45 @@ def replay(
     return result
 
 
-def serve(manager: KvCacheManager, request: TraceRequest, prompt: NDArray[np.int32], block: int) -> int:
+def serve(
+    manager: KvCacheManager,
+    request: TraceRequest,
+    prompt: NDArray[np.int32],
+    block: int,
+    budget: ByteBudget | None = None,
+) -> int:
     """One request through the manager: match, allocate, publish, end of turn, free. Returns the blocks reused."""
     with manager.create(request.conversation, prompt, conversation_id=request.conversation) as cache:
         end, reused = len(prompt) - 1, cache.num_reused_tokens // block
+        if budget is not None:
+            new = end // block - reused
+            states = 1 + len(cache.points)
+            if manager.policy is ReusePolicy.ALL_REUSABLE and not cache.explicit_points:
+                states += new
+            budget.make_room(new, states)
         while cache.num_computed_tokens < end:
             chunk = cache.chunk_end(end)
             cache.resize(chunk)
             cache.append_computed(prompt[cache.num_computed_tokens : chunk], end_of_prompt=chunk == end)
         if not cache.prompt_ended:
+            if budget is not None:
+                cache.resize(end)  # private copies of the matched snapshots
             cache.append_computed(prompt[:0], end_of_prompt=True)
         cache.end_turn(stop_reason=request.stop_reason, output_tokens=request.output_tokens)
         return reused
 
 
 def make_manager(options: ReplayOptions, clock: Callable[[], float]) -> KvCacheManager:
-    """An empty manager as the options say, over pages that only hold a pattern."""
+    """An empty manager as the options say, over pages that only hold a pattern. With windows or snapshots each pool
+    is as large as the whole budget: `make_budget` bounds them together.
+    """
     pages = max(1, options.capacity_tokens // options.block)
     layout = pattern_layout(
         options.block,
         windows=(options.block,) if options.life_cycles == "swa" else (),
         recurrent=1 if options.life_cycles == "ssm" else 0,
     )
+    periodic = options.life_cycles == "ssm" and options.policy is ReusePolicy.ALL_REUSABLE
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # max_num_turns without effect: the user compares policies
         config = KvCacheConfig(
@@ -164,8 +186,21 @@ def make_manager(options: ReplayOptions, clock: Callable[[], float]) -> KvCacheM
             block_reuse_config=BlockReuseConfig(
                 policy=options.policy,
                 max_num_turns=options.max_num_turns,
-                enable_branch_snapshot=options.branch_snapshot and options.life_cycles != "full",
+                enable_branch_snapshot=options.branch_snapshot
+                and options.life_cycles != "full"
+                and options.policy is ReusePolicy.PER_CONVERSATION,
+            ),
+            recurrent_state_config=RecurrentStateConfig(
+                periodic_snapshot_interval=_SNAPSHOT_EVERY_BLOCKS * options.block if periodic else 0
             ),
             eviction_policy=options.eviction,
         )
     return KvCacheManager(layout, config, BytesPageStorage(layout, [pages] * len(layout.groups)), clock=clock)
+
+
+def make_budget(options: ReplayOptions, manager: KvCacheManager) -> ByteBudget | None:
+    """The common budget of pages and states, or None for full attention alone."""
+    if options.life_cycles == "full":
+        return None
+    state_pages = _SNAPSHOT_PAGES if options.life_cycles == "ssm" else 1
+    return ByteBudget(manager, max(1, options.capacity_tokens // options.block), state_pages)

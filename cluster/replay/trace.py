@@ -15,7 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Trace", "TraceError", "TraceRequest", "load_trace"]
+__all__ = ["HALVES", "Trace", "TraceError", "TraceRequest", "load_trace"]
+
+HALVES = ("all", "even", "odd")
+_SHARED = -1
+_MOST_CONTINUATIONS = 32  # of one block within a conversation: rewinds and retries
 
 
 class TraceError(Exception):
@@ -62,6 +66,18 @@ class Trace:
             )
         requests = tuple(_with_blocks(request, blocks) for request, blocks in zip(self.requests, cut, strict=True))
         return Trace(self.name, block_tokens, requests, self.closed_loop)
+
+    def half(self, which: str) -> Trace:
+        """The requests of every second root conversation by name, `even` from the first or `odd` from the second on,
+        to tune on one half and report on the other; `all` is the trace itself.
+        """
+        if which == "all":
+            return self
+        if which not in HALVES:
+            raise TraceError(f"unknown part {which!r} of a trace: use one of {', '.join(HALVES)}")
+        chosen = set(sorted({request.root for request in self.requests})[HALVES.index(which) - 1 :: 2])
+        requests = tuple(request for request in self.requests if request.root in chosen)
+        return Trace(self.name, self.block_tokens, requests, self.closed_loop)
 
 
 def _with_blocks(request: TraceRequest, blocks: NDArray[np.int64]) -> TraceRequest:
@@ -206,16 +222,27 @@ def _raw_hash_ids(path: Path, rows: Iterator[dict[str, Any]]) -> Trace:
 
 
 def _derived(rows: list[tuple[float, int, int, NDArray[np.int64]]]) -> Iterator[TraceRequest]:
-    """Name conversations: the deepest block that exactly one conversation has had before names the parent."""
-    owner: dict[int, int] = {}
+    """Name conversations: the deepest block that exactly one conversation has had before names the parent. A block
+    that many different ones follow is a system prompt, shared from the start.
+    """
+    owner: dict[int, int] = dict.fromkeys(_system_prompts([row[3] for row in rows]), _SHARED)
     for serial, (time, tokens, output, blocks) in enumerate(rows):
         mine = serial
         for block in blocks[::-1].tolist():
             seen = owner.get(block)
-            if seen is not None and seen >= 0:
+            if seen is not None and seen != _SHARED:
                 mine = seen
                 break
         for block in blocks.tolist():
             if owner.setdefault(block, mine) != mine:
-                owner[block] = -1  # shared: a system prompt
+                owner[block] = _SHARED
         yield TraceRequest(f"d{mine}", f"d{mine}", time, tokens, output, blocks)
+
+
+def _system_prompts(paths: list[NDArray[np.int64]]) -> list[int]:
+    """Blocks that more than `_MOST_CONTINUATIONS` different blocks follow."""
+    pairs = [np.stack([path[:-1], path[1:]], axis=1) for path in paths if len(path) > 1]
+    if not pairs:
+        return []
+    blocks, continuations = np.unique(np.unique(np.concatenate(pairs), axis=0)[:, 0], return_counts=True)
+    return [int(block) for block in blocks[continuations > _MOST_CONTINUATIONS]]

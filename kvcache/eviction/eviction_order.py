@@ -25,6 +25,12 @@ class EvictionOrder(Protocol):
         """The next run to shorten, or None when no offered run is a live leaf."""
         ...
 
+    def oldest_use(self) -> int | None:
+        """Last use (tick) of the least recently used run that could be given up, 0 when a superseded one is there, or
+        None. For those who weigh life cycles against each other.
+        """
+        ...
+
     def request_began(self, owner: str) -> None:
         """A request of `owner` was opened."""
         ...

@@ -52,6 +52,14 @@ class LruOrder:
             return node
         return None
 
+    def oldest_use(self) -> int | None:
+        """Last use of the run that `pop` would give, 0 for a superseded one, or None. Nothing is taken out."""
+        node = self.pop()
+        if node is None:
+            return None
+        self.offer(node)
+        return 0 if node.superseded else node.last_used
+
     def request_began(self, owner: str) -> None:
         """Recency is all that counts here."""
 

@@ -1,15 +1,16 @@
-"""Conversations least likely to come back soon go first, decided per conversation and learned while serving.
+"""Conversations that promise least go first, decided per conversation and learned while serving.
 
-The likelihood comes from the stop reason of the last turn, the conversation's past gaps and the idle time
-(`return_hazard`); "soon" is a share of the measured time in which the whole cache is turned over. While the
-requests carry no stop reason there is nothing to learn from, and the order is plain LRU.
+What a conversation promises comes from the stop reason of its last turn, how long it stayed away after that reason
+before, its output length and the time it is away (`return_hazard`). How patient the estimate is follows the measured
+time in which the whole cache is turned over. While the requests carry no stop reason there is nothing to learn from,
+and the order is plain LRU.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from math import inf
+from math import exp, inf, log
 
 import numpy as np
 
@@ -19,27 +20,44 @@ from kvcache.radix_node import RadixNode
 
 __all__ = ["TurnAwareOrder"]
 
-_FIRST_HORIZON_S = 60.0
-_LEAST_HORIZON_S, _MOST_HORIZON_S = 20.0, 1200.0
-# the longer a cache lasts, the larger the share of that time in which a return still counts
-_LEAST_SHARE, _MOST_SHARE, _SHARE_PER_S = 1 / 24, 1 / 3, 1 / 5_000
+_FIRST_TURNOVER_S = 600.0
+_PATIENCE_SHARE, _LEAST_PATIENCE_S, _MOST_PATIENCE_S = 0.05, 5.0, 60.0  # of the turnover time
 _REFRESH_S, _REFRESH_S_PER_OWNER = 0.25, 5e-5
 _REWIND_SHARE = 0.05  # how much likelier a turn goes on from the last one than from a branch left behind
-_SMOOTHING = 0.5
+_SMOOTHING = 0.3  # weight of the newest gap
+_LONGEST_GAP_S = 3600.0
+_MOST_GAPS = 8  # stop reasons remembered for one conversation
 _FORGET_AFTER_S = 7200.0
 
 
 class _Owner:
-    """One conversation: its evictable leaf runs and what is known of its rhythm."""
+    """One conversation: its evictable leaf runs and what is known of its rhythm.
 
-    __slots__ = ("active", "gap", "idle_since", "kind", "leaves")
+    gaps   by stop reason: the smoothed logarithm of the time (s) that it stayed away after such turns
+    """
+
+    __slots__ = ("active", "gaps", "idle_since", "kind", "leaves", "stop_reason")
 
     def __init__(self, now: float) -> None:
         self.leaves: set[RadixNode] = set()
         self.idle_since = now
         self.kind = 0
-        self.gap: float | None = None
+        self.stop_reason: str | None = None
+        self.gaps: dict[str | None, float] = {}
         self.active = 0
+
+    def past_gap(self, stop_reason: str | None) -> float | None:
+        """Seconds that it stays away after such a turn, or None when there was none yet."""
+        smoothed = self.gaps.get(stop_reason)
+        return None if smoothed is None else exp(smoothed)
+
+    def came_back(self, gap: float) -> None:
+        """It stayed away for `gap` seconds."""
+        newest = log(min(_LONGEST_GAP_S, max(1.0, gap)))
+        smoothed = self.gaps.get(self.stop_reason)
+        if smoothed is None and len(self.gaps) >= _MOST_GAPS:
+            return
+        self.gaps[self.stop_reason] = newest if smoothed is None else smoothed + _SMOOTHING * (newest - smoothed)
 
 
 class TurnAwareOrder:
@@ -57,12 +75,17 @@ class TurnAwareOrder:
         self._informed_turns = 0.0
         self._evicted = 0
         self._mark: float | None = None
-        self.horizon_s = _FIRST_HORIZON_S
+        self.turnover_s = _FIRST_TURNOVER_S
 
     @property
     def informed(self) -> bool:
         """True while most turns carry a stop reason."""
         return self._informed_turns * 2 > self._turns
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds added to every wait that is weighed."""
+        return min(_MOST_PATIENCE_S, max(_LEAST_PATIENCE_S, self.turnover_s * _PATIENCE_SHARE))
 
     def offer(self, node: RadixNode) -> None:
         """Consider `node` from now on."""
@@ -86,6 +109,10 @@ class TurnAwareOrder:
             node = self._from_queue()
         return node
 
+    def oldest_use(self) -> int | None:
+        """Last use of the run that was used least recently (`pop` may give another one), or None."""
+        return self._lru.oldest_use()
+
     def request_began(self, owner: str) -> None:
         """Learn from the gap since the last turn."""
         now, known = self._clock(), owner in self._owners
@@ -93,7 +120,7 @@ class TurnAwareOrder:
         if known and record.active == 0:
             gap = now - record.idle_since
             self._hazard.returned(record.kind, gap)
-            record.gap = gap if record.gap is None else _SMOOTHING * gap + (1 - _SMOOTHING) * record.gap
+            record.came_back(gap)
         record.active += 1
 
     def turn_ended(self, owner: str, stop_reason: str | None, output_tokens: int | None) -> None:
@@ -101,7 +128,8 @@ class TurnAwareOrder:
         record = self._owner(owner)
         record.active = max(0, record.active - 1)
         record.idle_since = self._clock()
-        record.kind = self._hazard.class_of(stop_reason, record.gap, output_tokens)
+        record.stop_reason = stop_reason
+        record.kind = self._hazard.class_of(stop_reason, record.past_gap(stop_reason), output_tokens)
         self._turns = self._turns * 0.999 + 1
         self._informed_turns = self._informed_turns * 0.999 + (1 if stop_reason is not None else 0)
 
@@ -113,9 +141,7 @@ class TurnAwareOrder:
         self._evicted += blocks
         if self._evicted >= self._pool_blocks // 4 and now > self._mark:
             turnover = (now - self._mark) * self._pool_blocks / self._evicted
-            share = min(_MOST_SHARE, max(_LEAST_SHARE, turnover * _SHARE_PER_S))
-            smoothed = self.horizon_s + 0.3 * (turnover * share - self.horizon_s)
-            self.horizon_s = min(_MOST_HORIZON_S, max(_LEAST_HORIZON_S, smoothed))
+            self.turnover_s += 0.3 * (turnover - self.turnover_s)
             self._mark, self._evicted = now, 0
 
     def _owner(self, owner: str) -> _Owner:
@@ -129,14 +155,16 @@ class TurnAwareOrder:
         for name in [n for n, r in self._owners.items() if not r.leaves and now - r.idle_since > _FORGET_AFTER_S]:
             if self._owners[name].active == 0:
                 del self._owners[name]
-        idle = [(name, record) for name, record in self._owners.items() if record.active == 0]
-        kinds = np.array([record.kind for _, record in idle], dtype=np.int64)
-        ages = np.array([max(0.0, now - record.idle_since) for _, record in idle], dtype=np.float64)
-        scores = self._hazard.within(kinds, ages, self.horizon_s) if idle else ages
+        away = [record for record in self._owners.values() if record.active == 0]
+        kinds = np.array([record.kind for record in away], dtype=np.int64)
+        ages = np.array([max(0.0, now - record.idle_since) for record in away], dtype=np.float64)
+        self._hazard.learn(kinds, ages)
+        holders = [(name, record) for name, record in self._owners.items() if record.active == 0 and record.leaves]
+        holding = np.array([bool(record.leaves) for record in away], dtype=np.bool_)
+        scores = self._hazard.worth(kinds[holding], ages[holding], self.patience_s)
         self._queue = []
-        for (name, record), score in zip(idle, scores.tolist(), strict=True):
-            if record.leaves:
-                self._queue.append((score, record.idle_since, name, False))
+        for (name, record), score in zip(holders, scores.tolist(), strict=True):
+            self._queue.append((score, record.idle_since, name, False))
             if len(record.leaves) > 1:
                 self._queue.append((score * _REWIND_SHARE, record.idle_since, name, True))
         self._queue.extend((inf, r.idle_since, n, False) for n, r in self._owners.items() if r.active and r.leaves)

@@ -9,11 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from cluster.cli.app import app
 from cluster.replay import ReplayOptions, TraceError, belady_hits, load_trace, replay, scheduled
 from cluster.replay.belady import infinite_hits
+from cluster.replay.pixel_text import draw_text, text_width
 from cluster.replay.plot import write_plot
-from cluster.replay.runner import block_tokens
+from cluster.replay.runner import block_tokens, make_budget, make_manager, serve
 from kvcache import EvictionPolicyName, ReusePolicy
 
 TRACES = Path(__file__).resolve().parents[5] / "shared" / "traces"
@@ -96,6 +99,25 @@ def test_raw_mooncake_and_sessions(tmp_path):
     assert (first.blocks.tolist(), first.time, first.conversation) == ([1, 2], 1.0, second.conversation)
 
 
+def test_a_system_prompt_does_not_make_one_conversation_of_all(tmp_path):
+    path = tmp_path / "m.jsonl"
+    rows = [{"timestamp": k, "input_length": 1100, "output_length": 5, "hash_ids": [0, 10 + k]} for k in range(40)]
+    rows.append({"timestamp": 50, "input_length": 2000, "output_length": 5, "hash_ids": [0, 17, 90]})
+    path.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    names = [request.conversation for request in load_trace(path).requests]
+    assert len(set(names)) == 40 and names[40] == names[7]
+
+
+def test_halves_share_no_conversation(tmp_path):
+    rows = [row(f"c{k}", 0.0, [1, 2]) for k in range(5)] + [row("c1/agent", 3.0, [1, 2], parent="c1")]
+    trace = load_trace(weka_file(tmp_path, rows))
+    even, odd = ({one.conversation for one in trace.half(which).requests} for which in ("even", "odd"))
+    assert (even, odd) == ({"c0", "c2", "c4"}, {"c1", "c1/agent", "c3"})
+    assert trace.half("all") is trace
+    with pytest.raises(TraceError, match="even"):
+        trace.half("first")
+
+
 def best_possible(paths: list[list[int]], capacity: int) -> int:
     """Try every set of blocks to keep after every request (prefix-closed on the tree)."""
     states = {frozenset(): 0}
@@ -148,7 +170,7 @@ def test_small_replay(tmp_path, life_cycles, eviction):
     assert (result.requests, result.blocks) == (20, 4 * 25)
     assert result.hit_rate == result.infinite_hit_rate == result.belady_hit_rate == pytest.approx(4 * 18 / 100)
     assert result.resident_blocks == 4 * 7
-    assert result.resident_states == {"full": 0, "swa": result.resident_states, "ssm": 20}[life_cycles]
+    assert result.resident_states == (0 if life_cycles == "full" else 20)  # five turns a conversation, all retained
 
 
 def test_a_request_larger_than_the_cache_is_counted_as_skipped(tmp_path):
@@ -157,13 +179,150 @@ def test_a_request_larger_than_the_cache_is_counted_as_skipped(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["mooncake_conversation", "mooncake_synthetic"])
-def test_infinite_rates_of_the_mooncake_traces(name):
+def test_infinite_rates_and_conversations_of_the_mooncake_traces(name):
     path = TRACES / f"{name}.jsonl.gz"
     if not path.exists():
         pytest.skip(f"{path} is not there")
-    paths = [request.blocks for _, request in scheduled(load_trace(path))]
+    trace = load_trace(path)
+    conversations = {"mooncake_conversation": 7401, "mooncake_synthetic": 2232}[name]
+    assert len({request.conversation for request in trace.requests}) == conversations
+    paths = [request.blocks for _, request in scheduled(trace)]
     expected = {"mooncake_conversation": 0.3819, "mooncake_synthetic": 0.6594}[name]
     assert infinite_hits(paths) / sum(map(len, paths)) == pytest.approx(expected, abs=5e-4)
+
+
+@pytest.mark.parametrize("life_cycles", ["swa", "ssm"])
+@pytest.mark.parametrize("policy", list(ReusePolicy))
+def test_pages_and_states_keep_to_one_budget(tmp_path, life_cycles, policy):
+    rows = [row(f"c{k}", 10.0 * n, [1, 6 + n]) for k in range(8) for n in range(6)]
+    arrivals = scheduled(load_trace(weka_file(tmp_path, rows)), lanes=4)
+    options = ReplayOptions(64 * 60, 64, policy, 5, life_cycles=life_cycles)
+    manager = make_manager(options, lambda: 0.0)
+    budget = make_budget(options, manager)
+    peak = 0
+    for _, request in arrivals:
+        prompt = np.concatenate([block_tokens(request.blocks, 64), np.array([7], dtype=np.int32)])
+        serve(manager, request, prompt, 64, budget)
+        manager.check_integrity()
+        peak = max(peak, budget.used_pages)
+    assert 45 < peak <= 60
+    evictions = manager.stats().evictions
+    assert evictions["capacity"] + evictions["superseded"] + evictions["window"] > 0
+
+
+def test_old_states_go_before_younger_blocks(tmp_path):
+    """Pages and states are given up in one order of last use, whatever the pool."""
+    rows = [row("old", 0.0, [1, 8]), row("new", 1.0, [1, 8]), row("more", 2.0, [1, 8])]
+    arrivals = scheduled(load_trace(weka_file(tmp_path, rows)), lanes=1)
+    options = ReplayOptions(64 * 40, 64, ReusePolicy.PER_REQUEST, life_cycles="ssm")
+    manager = make_manager(options, lambda: 0.0)
+    budget = make_budget(options, manager)
+    for _, request in arrivals:
+        prompt = np.concatenate([block_tokens(request.blocks, 64), np.array([7], dtype=np.int32)])
+        serve(manager, request, prompt, 64, budget)
+    probes = [
+        manager.probe_reuse(np.concatenate([block_tokens(one.blocks, 64), np.array([7], dtype=np.int32)])) // 64
+        for _, one in arrivals
+    ]
+    assert probes == [0, 8, 8]
+
+
+KEYS = {
+    "requests", "hit_rate", "infinite_hit_rate", "belady_hit_rate", "evictions", "cpu_ms_per_request",
+    "cpu_us_per_block", "bytes_per_cached_block", "resident_blocks", "resident_states", "peers",
+}  # fmt: skip
+
+
+def command(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["replay", *arguments])
+    return result.exit_code, result.output
+
+
+def test_command_on_sessions_with_all_options(tmp_path):
+    path = tmp_path / "sessions.jsonl"
+    rows = [
+        {"session_id": f"s{k}", "timestamp": 1000 * n, "input_length": 1100 + 512 * n, "output_length": 5,
+         "hash_ids": [k * 100 + i for i in range(3 + n)]}
+        for n in range(4) for k in range(3)
+    ]  # fmt: skip
+    path.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    figures, plot = tmp_path / "f.json", tmp_path / "p.png"
+    code, text = command(
+        str(path), "--policy", "all_reusable", "--max-num-turns", "3", "--eviction", "turn_aware", "--lanes", "2",
+        "--capacity-tokens", "50K", "--block", "256", "--life-cycles", "swa", "--json", str(figures),
+    )  # fmt: skip
+    assert code == 0, text
+    assert set(json.loads(figures.read_text())) == KEYS
+    code, text = command(
+        str(path), "--eviction", "lru,turn_aware", "--capacity-tokens", "6K,50K", "--json", str(figures),
+        "--plot", str(plot),
+    )  # fmt: skip
+    assert code == 0, text
+    runs = json.loads(figures.read_text())["runs"]
+    assert [(one["capacity_tokens"], one["eviction"]) for one in runs] == [
+        (6000, "lru"), (6000, "turn_aware"), (50_000, "lru"), (50_000, "turn_aware"),
+    ]  # fmt: skip
+    assert all(set(one) == KEYS | {"capacity_tokens", "policy", "eviction"} for one in runs)
+    assert runs[2]["hit_rate"] == runs[2]["infinite_hit_rate"] == runs[2]["belady_hit_rate"] > runs[0]["hit_rate"]
+    assert f"{runs[0]['hit_rate']:.4f}" in text and "…" not in text and "capacity" in text
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--policy", "none"], "use one of all_reusable"),
+        (["--eviction", "fifo"], "use one of lru"),
+        (["--capacity-tokens", "-3"], "positive"),
+        (["--life-cycles", "mla"], "full, swa, ssm"),
+        (["--conversations", "third"], "all, even, odd"),
+        (["--block", "100"], "multiple"),
+    ],
+)
+def test_wrong_arguments_say_what_to_write(tmp_path, arguments, message):
+    code, text = command(str(weka_file(tmp_path, [row("a", 0.0, [1, 9])])), *arguments)
+    assert code == 2 and message in " ".join(text.split())
+
+
+def test_a_peer_that_is_not_there_is_said_to_be_so(tmp_path):
+    figures = tmp_path / "f.json"
+    code, text = command(
+        str(weka_file(tmp_path, [row("a", 0.0, [1, 9])])), "--block", "64", "--peer", "vllm",
+        "--peer-python", str(tmp_path / "no-python"), "--json", str(figures),
+    )  # fmt: skip
+    assert code == 0 and "vllm" in text and json.loads(figures.read_text())["peers"] == {}
+
+
+def test_too_many_tokens_for_a_peer(tmp_path, monkeypatch):
+    monkeypatch.setattr("cluster.replay.command._MOST_PEER_TOKENS", 1000)
+    code, text = command(str(weka_file(tmp_path, [row("a", 0.0, [1, 40])])), "--peer", "vllm")
+    assert code == 2 and "--limit" in text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_defaults_reproduce_the_reference_values(tmp_path):
+    """One capacity of the table beside the trace, and the share of the gap that the learned order closes."""
+    path = TRACES / "weka_agentic.jsonl.gz"
+    if not path.exists():
+        pytest.skip(f"{path} is not there")
+    figures = tmp_path / "f.json"
+    code, text = command(str(path), "--eviction", "lru,turn_aware", "--json", str(figures))
+    assert code == 0, text
+    lru, learned = json.loads(figures.read_text())["runs"]
+    assert lru["hit_rate"] == pytest.approx(0.7512, abs=0.005)
+    assert lru["belady_hit_rate"] == pytest.approx(0.8595, abs=0.005)
+    assert lru["infinite_hit_rate"] == pytest.approx(0.9645, abs=0.005)
+    gap = lru["belady_hit_rate"] - lru["hit_rate"]
+    assert learned["hit_rate"] - lru["hit_rate"] > 0.30 * gap
+
+
+@pytest.mark.parametrize("text", ["lru", "turn_aware 0.5%", "10M"])
+def test_letters_of_the_plot(text):
+    image = np.full((20, text_width(text) + 4, 3), 255, dtype=np.uint8)
+    draw_text(image, 2, 2, text)
+    inked = [(image[:, 2 + 12 * i : 14 + 12 * i] == 0).any() for i in range(len(text))]
+    assert inked == [character != " " for character in text]
 
 
 def test_plot_is_a_png(tmp_path):
