@@ -266,6 +266,7 @@ class Actions(CheckedManager):
 
     def misuse(self, choose: Choices) -> None:
         """Whatever a caller gets wrong is a named error and changes nothing."""
+        self.manager.expire_idle()  # every `create` does so, a refused one too
         error, call = choose.pick(wrong_calls(self, choose.pick(self.open) if self.open else None))
         before = self.picture()
         with pytest.raises(error):
