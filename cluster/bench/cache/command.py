@@ -22,7 +22,7 @@ from cluster.replay.trace import load_trace
 __all__ = ["run_cache_bench"]
 
 _BLOCKS = (16, 32, 64)
-_ROUNDS = 5  # each with an empty cache, the managers by turns; the best one counts
+_ROUNDS = 8  # each with an empty cache, the managers by turns; the best one counts
 _ROWS_READ = 10  # rows of the trace to read for one request wanted: lanes interleave many conversations
 
 
