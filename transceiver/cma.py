@@ -11,14 +11,19 @@ import ctypes
 import itertools
 import os
 import struct
+from array import array
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 __all__ = ["CmaPlan", "CmaReader", "process_identity", "same_host_pid"]
 
+_Vectors: TypeAlias = "array[int] | NDArray[np.uint64]"
 _IOV_MAX = 1024
+_FEW_READS = 128
 _FORMAT = "<16sQQQ"  # boot id, pid namespace, pid, start time of the process
 
 
@@ -86,11 +91,9 @@ class CmaReader:
             raise OSError(code, os.strerror(code) if done < 0 else "nothing was read")
         return done
 
-    def _finish(
-        self, local: NDArray[np.uint64], remote: NDArray[np.uint64], nbytes: NDArray[np.uint64], done: int
-    ) -> None:
+    def _finish(self, local: Sequence[int], remote: Sequence[int], nbytes: Sequence[int], done: int) -> None:
         """Go on after a partial copy, which may have ended inside an element."""
-        for mine, theirs, size in zip(local.tolist(), remote.tolist(), nbytes.tolist(), strict=True):
+        for mine, theirs, size in zip(local, remote, nbytes, strict=True):
             skip = min(done, size)
             done -= skip
             while skip < size:
@@ -110,26 +113,26 @@ class CmaPlan:
     def __init__(
         self, local: NDArray[np.uint64], remote: NDArray[np.uint64], nbytes: NDArray[np.uint64], piece_bytes: int = 0
     ) -> None:
-        if piece_bytes and len(nbytes) and int(nbytes.max()) > piece_bytes:
-            local, remote, nbytes = _cut_large(local, remote, nbytes, piece_bytes)
-        self._columns = local, remote, nbytes
-        ends = np.cumsum(nbytes).tolist()
-        self._cuts = _cuts(ends, piece_bytes)
-        ours, theirs = _vectors(local, nbytes), _vectors(remote, nbytes)
-        at, there = ours.ctypes.data, theirs.ctypes.data
-        joinable = _has_neighbours(local, nbytes) or _has_neighbours(remote, nbytes)
-        self._keep = [ours, theirs]
         self._calls: list[tuple[int, int, int, int, int]] = []
+        self._keep: list[object] = []
+        self._columns: tuple[Sequence[int], Sequence[int], Sequence[int]]
+        if len(nbytes) <= _FEW_READS:  # numpy's fixed cost would be most of it
+            self._columns = _cut_large(local.tolist(), remote.tolist(), nbytes.tolist(), piece_bytes or 1 << 62)
+            self._cuts = _cuts(self._columns[2], piece_bytes)
+            for start, stop in itertools.pairwise(self._cuts):
+                mine, theirs, sizes = (column[start:stop] for column in self._columns)
+                self._add(_joined_list(mine, sizes), _joined_list(theirs, sizes), sum(sizes))
+            return
+        sizes = nbytes.tolist()
+        self._columns = local.tolist(), remote.tolist(), sizes
+        self._cuts = _cuts(sizes, piece_bytes)
         for start, stop in itertools.pairwise(self._cuts):
-            wanted = ends[stop - 1] - (ends[start - 1] if start else 0)
-            if joinable:
-                part = slice(start, stop)
-                mine, other = _joined(local[part], nbytes[part]), _joined(remote[part], nbytes[part])
-                self._keep += [mine, other]
-                self._calls.append((mine.ctypes.data, len(mine), other.ctypes.data, len(other), wanted))
-            else:
-                count = stop - start
-                self._calls.append((at + 16 * start, count, there + 16 * start, count, wanted))
+            part = slice(start, stop)
+            self._add(_joined(local[part], nbytes[part]), _joined(remote[part], nbytes[part]), sum(sizes[part]))
+
+    def _add(self, ours: _Vectors, theirs: _Vectors, nbytes: int) -> None:
+        self._keep += [ours, theirs]
+        self._calls.append((*_address(ours), *_address(theirs), nbytes))
 
     @property
     def pieces(self) -> int:
@@ -140,46 +143,65 @@ class CmaPlan:
         """Address and length of the local and of the remote vectors, and the bytes they move."""
         return self._calls[piece]
 
-    def columns(self, piece: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]]:
+    def columns(self, piece: int) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
         """Local address, remote address and size of the reads in a piece."""
         part = slice(self._cuts[piece], self._cuts[piece + 1])
         local, remote, nbytes = self._columns
         return local[part], remote[part], nbytes[part]
 
 
-def _cuts(ends: list[int], piece_bytes: int) -> list[int]:
-    """Indices between the pieces, first 0 and last ``len(ends)``."""
-    cuts, start, before = [0], 0, 0
-    for index, end in enumerate(ends, 1):
-        if (piece_bytes and end - before >= piece_bytes) or index - start == _IOV_MAX or index == len(ends):
+def _address(vectors: _Vectors) -> tuple[int, int]:
+    """Where iovecs lie, and how many they are."""
+    if isinstance(vectors, array):
+        at, items = vectors.buffer_info()
+        return at, items // 2
+    return vectors.ctypes.data, len(vectors)
+
+
+def _cuts(sizes: Sequence[int], piece_bytes: int) -> list[int]:
+    """Indices between the pieces, first 0 and last ``len(sizes)``."""
+    cuts, start, gathered = [0], 0, 0
+    for index, size in enumerate(sizes, 1):
+        gathered += size
+        if (piece_bytes and gathered >= piece_bytes) or index - start == _IOV_MAX or index == len(sizes):
             cuts.append(index)
-            start, before = index, end
+            start, gathered = index, 0
     return cuts
 
 
 def _cut_large(
-    local: NDArray[np.uint64], remote: NDArray[np.uint64], nbytes: NDArray[np.uint64], limit: int
-) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]]:
+    local: list[int], remote: list[int], nbytes: list[int], limit: int
+) -> tuple[list[int], list[int], list[int]]:
     """The same reads, none larger than `limit`."""
-    counts = -(-nbytes.astype(np.int64) // limit)
-    which = np.repeat(np.arange(len(nbytes)), counts)
-    inside = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
-    skip = (inside * limit).astype(np.uint64)
-    return local[which] + skip, remote[which] + skip, np.minimum(nbytes[which] - skip, np.uint64(limit))
+    if not nbytes or max(nbytes) <= limit:
+        return local, remote, nbytes
+    pieces = [
+        (mine + skip, theirs + skip, min(limit, size - skip))
+        for mine, theirs, size in zip(local, remote, nbytes, strict=True)
+        for skip in range(0, size, limit)
+    ]
+    return [piece[0] for piece in pieces], [piece[1] for piece in pieces], [piece[2] for piece in pieces]
 
 
-def _vectors(address: NDArray[np.uint64], nbytes: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """iovecs: address and bytes."""
-    vectors = np.empty((len(address), 2), np.uint64)
-    vectors[:, 0], vectors[:, 1] = address, nbytes
+def _joined_list(address: Sequence[int], nbytes: Sequence[int]) -> array[int]:
+    """iovecs (address, bytes), neighbours in memory joined."""
+    vectors = array("Q")
+    end = -1
+    for at, size in zip(address, nbytes, strict=True):
+        if at == end:
+            vectors[-1] += size
+        else:
+            vectors.extend((at, size))
+        end = at + size
     return vectors
 
 
-def _has_neighbours(address: NDArray[np.uint64], nbytes: NDArray[np.uint64]) -> bool:
-    return bool((address[1:] == address[:-1] + nbytes[:-1]).any())
-
-
 def _joined(address: NDArray[np.uint64], nbytes: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """iovecs, neighbours in memory joined."""
-    starts = np.concatenate([[0], np.flatnonzero(address[1:] != address[:-1] + nbytes[:-1]) + 1])
-    return _vectors(address[starts], np.add.reduceat(nbytes, starts))
+    """As `_joined_list`, for many."""
+    apart = address[1:] != address[:-1] + nbytes[:-1]
+    if not apart.all():
+        starts = np.concatenate([[0], np.flatnonzero(apart) + 1])
+        address, nbytes = address[starts], np.add.reduceat(nbytes, starts)
+    vectors = np.empty((len(address), 2), np.uint64)
+    vectors[:, 0], vectors[:, 1] = address, nbytes
+    return vectors

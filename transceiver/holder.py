@@ -9,15 +9,17 @@ from __future__ import annotations
 import hmac
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.block_table import BlockTable
+from transceiver.early_requests import EarlyRequests
 from transceiver.errors import LinkClosedError
 from transceiver.handshake import sign
-from transceiver.holder_pulls import ActivePull, ParkedRequest, request_columns
+from transceiver.holder_digests import known_digests, warm_digests
+from transceiver.holder_pulls import ActivePull, find_waiting, request_columns
 from transceiver.loop_context import LoopContext
 from transceiver.page_part import PartView
 from transceiver.publication import Publication
@@ -30,7 +32,6 @@ __all__ = ["HolderSide"]
 
 _log = logging.getLogger(__name__)
 _MAX_ENDED = 8192
-_MAX_PARKED = 1024
 
 
 class HolderSide:
@@ -43,7 +44,9 @@ class HolderSide:
         self._open: dict[str, Publication] = {}
         self._active: dict[tuple[int, int], ActivePull] = {}
         self._ended: OrderedDict[str, str] = OrderedDict()
-        self._parked: dict[str, list[ParkedRequest]] = {}
+        self._early = EarlyRequests(
+            context, lambda link, pull_id, field, reason: self._tell(link, Refuse(pull_id, field, reason))
+        )
 
     def token(self, transfer_id: str, conversation: bytes, scope: bytes) -> bytes:
         """The capability of a grant: unguessable, good for one transfer id, conversation and scope of this process."""
@@ -51,7 +54,7 @@ class HolderSide:
 
     @property
     def parked_count(self) -> int:
-        return sum(map(len, self._parked.values()))
+        return len(self._early)
 
     # --- from the API -------------------------------------------------------------------------------------------
 
@@ -64,10 +67,9 @@ class HolderSide:
         self._ctx.stats.publications += 1
         publication.timer = self._ctx.after(publication.lease_s, lambda: self._lease_over(publication))
         if self._ctx.config.verify:
-            self._warm(publication.tables(), publication)
-        for parked in self._parked.pop(publication.transfer_id, ()):
-            parked.timer.cancel()
-            self.on_request(parked.link, parked.request, parked.parts, parked.worker_id)
+            warm_digests(self._ctx, publication.tables(), publication)
+        for early in self._early.take(publication.transfer_id):
+            self.on_request(early.link, early.request, early.parts, early.worker_id)
 
     def cancel(self, publication: Publication) -> None:
         """The owner wants this grant to end."""
@@ -79,7 +81,7 @@ class HolderSide:
             for active in self._of(publication):
                 self._tell(active.link, Cancel(active.request.pull_id, "failed", "the holder is shutting down"))
             self._resolve(publication, TransferStatus.CANCELLED, "the transceiver was closed")
-        self._parked.clear()
+        self._early.clear()
 
     # --- from the peer ------------------------------------------------------------------------------------------
 
@@ -134,41 +136,13 @@ class HolderSide:
             reason = f"the grant is over ({ended})" if ended else "no such grant: it is unknown to this process"
             self._tell(link, Refuse(request.pull_id, "transfer_id", reason))
             return
-        if self.parked_count >= _MAX_PARKED:
-            self._ctx.stats.refused_pulls += 1
-            self._tell(link, Refuse(request.pull_id, "queue", "too many early requests"))
-            return
-        waiting = self._parked.setdefault(request.transfer_id, [])
-        if any(entry.link is link and entry.request.pull_id == request.pull_id for entry in waiting):
-            self._ctx.stats.stale_messages += 1
-            return
-        ttl = min(self._ctx.config.early_request_ttl_ms, max(1, request.timeout_ms)) / 1000
-        timer = self._ctx.after(ttl, lambda: self._drop_parked(request.transfer_id, link, request.pull_id))
-        waiting.append(ParkedRequest(link, request, parts, timer, worker_id))
-
-    def _unpark(self, transfer_id: str, link: Link, pull_id: int | None) -> bool:
-        kept: list[ParkedRequest] = []
-        dropped: list[ParkedRequest] = []
-        for entry in self._parked.get(transfer_id, ()):
-            same = entry.link is link and (pull_id is None or entry.request.pull_id == pull_id)
-            (dropped if same else kept).append(entry)
-        for entry in dropped:
-            entry.timer.cancel()
-        if kept:
-            self._parked[transfer_id] = kept
-        else:
-            self._parked.pop(transfer_id, None)
-        return bool(dropped)
-
-    def _drop_parked(self, transfer_id: str, link: Link, pull_id: int) -> None:
-        if self._unpark(transfer_id, link, pull_id):
-            self._tell(link, Refuse(pull_id, "transfer_id", "no publication came for this early request"))
+        self._early.add(link, request, parts, worker_id)
 
     def on_ack(self, link: Link, ack: Ack) -> None:
         """The receiver is done with a pull, one way or the other."""
         active = self._active.pop((id(link), ack.pull_id), None)
         if active is None:
-            if not any(self._unpark(tid, link, ack.pull_id) for tid in list(self._parked)):
+            if not self._early.remove(link, ack.pull_id):
                 self._ctx.stats.stale_messages += 1
             return
         if active.timer is not None:
@@ -191,8 +165,7 @@ class HolderSide:
                     active.timer.cancel()
                 status = active.status if active.reason else TransferStatus.FAILED
                 self._resolve(active.publication, status, active.reason or f"receiver lost: {reason}", active)
-        for transfer_id in list(self._parked):
-            self._unpark(transfer_id, link, None)
+        self._early.remove(link, None)
         orphans = [p for p in self._open.values() if worker_id and p.receiver == worker_id]
         if orphans:
             grace = self._ctx.config.connect_timeout_ms / 1000
@@ -212,21 +185,9 @@ class HolderSide:
 
     def _grant(self, active: ActivePull) -> None:
         """Tell the receiver where the rows lie that are published by now; all others when no more will come."""
-        publication, storage, verify = active.publication, self._ctx.storage, active.request.verify
-        waiting = active.waiting
-        pages = np.full(len(waiting), -1, np.int32)
-        generations = np.zeros(len(waiting), np.uint64)
-        for group in np.unique(active.groups[waiting]).tolist():
-            if group >= len(storage.layout.groups):
-                continue
-            mine = np.flatnonzero(active.groups[waiting] == group)
-            at = waiting[mine]
-            found, numbers = publication.find(group, active.ordinals[at], active.valid[at])
-            held = np.flatnonzero(found >= 0)
-            stale = storage.generations(group)[found[held]] != numbers[held]
-            self._ctx.stats.stale_generations += int(stale.sum())
-            found[held[stale]] = -1
-            pages[mine], generations[mine] = found, numbers
+        publication, verify, waiting = active.publication, active.request.verify, active.waiting
+        pages, generations, stale = find_waiting(active, self._ctx.storage)
+        self._ctx.stats.stale_generations += stale
         if not publication.complete:
             now = pages >= 0
             active.waiting, waiting = waiting[~now], waiting[now]
@@ -240,7 +201,7 @@ class HolderSide:
                 active.valid[waiting[held]].tolist(), strict=True,
             )
         )  # fmt: skip
-        known = self._known_digests(keys, active.parts) if verify else None
+        known = known_digests(self._ctx, keys, active.parts) if verify else None
         digests = b""
         if known is not None and verify:
             column = np.zeros((len(waiting), 16), np.uint8)
@@ -262,19 +223,9 @@ class HolderSide:
         publication.add(tables)
         publication.complete = last
         if self._ctx.config.verify:
-            self._warm(tables, publication)
+            warm_digests(self._ctx, tables, publication)
         for active in self._of(publication):
             self._grant(active)
-
-    def _known_digests(self, keys: list[tuple[int, int, int, int]], parts: tuple[PartView | None, ...]) -> bytes | None:
-        """All digests one after the other, or None when one is not computed yet."""
-        digests = []
-        for key in keys:
-            digest = self._ctx.digests.find(*key, parts[key[0]] if parts else None)
-            if digest is None:
-                return None
-            digests.append(digest)
-        return b"".join(digests)
 
     def _send_digests(self, active: ActivePull, rows: NDArray[np.int32], result: list[bytes] | BaseException) -> None:
         if self._active.get((id(active.link), active.request.pull_id)) is not active:
@@ -284,28 +235,6 @@ class HolderSide:
             self._stop(active.publication, TransferStatus.FAILED, f"the holder could not hash its blocks: {result}")
             return
         self._tell(active.link, Digests(active.request.pull_id, rows, b"".join(result)))
-
-    def _warm(self, tables: Iterable[BlockTable], publication: Publication) -> None:
-        """Hash published blocks before anybody asks."""
-        keys = [
-            (table.group, int(page), int(generation), int(valid))
-            for table in tables
-            for page, generation, valid in zip(table.pages, table.generations, table.valid_tokens, strict=True)
-        ]
-        missing = [key for key in keys if self._ctx.digests.find(*key) is None]
-        for start in range(0, len(missing), 16):
-            self._warm_part(publication, missing[start : start + 16])
-
-    def _warm_part(self, publication: Publication, keys: list[tuple[int, int, int, int]]) -> None:
-        def work() -> None:
-            if not publication.future.done():
-                self._ctx.digests.compute(keys)
-
-        def done(result: BaseException | None) -> None:
-            if isinstance(result, BaseException):
-                _log.error("hashing published blocks failed: %r", result)
-
-        self._ctx.in_background(work, done)
 
     def _lease_over(self, publication: Publication) -> None:
         self._stop(publication, TransferStatus.TIMED_OUT, "the lease ran out before the receiver was done")

@@ -1,4 +1,4 @@
-"""What the holding side remembers of a receiver: a pull under way, or a request that came before its publication."""
+"""What the holding side remembers of a receiver: a pull under way."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.storage.page_storage import PageStorage
 from transceiver.loop_context import Timer
 from transceiver.messages import PullRequest
 from transceiver.page_part import PartView
@@ -14,7 +15,7 @@ from transceiver.publication import Publication
 from transceiver.transfer_types import TransferStatus
 from transceiver.transport import Link
 
-__all__ = ["ActivePull", "ParkedRequest", "request_columns"]
+__all__ = ["ActivePull", "find_waiting", "request_columns"]
 
 
 @dataclass(slots=True, eq=False)
@@ -33,15 +34,6 @@ class ActivePull:
     status: TransferStatus = TransferStatus.CANCELLED
 
 
-@dataclass(slots=True, eq=False)
-class ParkedRequest:
-    link: Link
-    request: PullRequest
-    parts: tuple[PartView | None, ...]
-    timer: Timer
-    worker_id: str
-
-
 def request_columns(
     request: PullRequest,
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], NDArray[np.int64]]:
@@ -53,3 +45,26 @@ def request_columns(
         np.concatenate([empty, *(g.valid_tokens for g in request.groups)]),
     )
     return *columns, np.arange(len(columns[0]), dtype=np.int64)
+
+
+def find_waiting(active: ActivePull, storage: PageStorage) -> tuple[NDArray[np.int32], NDArray[np.uint64], int]:
+    """(pages, generations, number of stale rows) of the rows still waiting.
+
+    Page -1: not published, or given out anew since it was.
+    """
+    waiting = active.waiting
+    pages = np.full(len(waiting), -1, np.int32)
+    generations = np.zeros(len(waiting), np.uint64)
+    stale_rows = 0
+    for group in np.unique(active.groups[waiting]).tolist():
+        if group >= len(storage.layout.groups):
+            continue
+        mine = np.flatnonzero(active.groups[waiting] == group)
+        at = waiting[mine]
+        found, numbers = active.publication.find(group, active.ordinals[at], active.valid[at])
+        held = np.flatnonzero(found >= 0)
+        stale = storage.generations(group)[found[held]] != numbers[held]
+        stale_rows += int(stale.sum())
+        found[held[stale]] = -1
+        pages[mine], generations[mine] = found, numbers
+    return pages, generations, stale_rows

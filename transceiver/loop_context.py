@@ -87,12 +87,8 @@ class LoopContext:
 
     def run_due(self) -> float:
         """Run posted calls and due timers; returns the seconds until the next timer (at most 1)."""
-        while True:
-            try:
-                action = self._posted.get_nowait()
-            except queue.Empty:
-                break
-            self._run(action)
+        while not self._posted.empty():  # nobody else takes from it
+            self._run(self._posted.get_nowait())
         now = self.clock()
         while self._timers and self._timers[0][0] <= now:
             due = heapq.heappop(self._timers)[2]

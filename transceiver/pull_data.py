@@ -21,6 +21,7 @@ from transceiver.errors import LinkClosedError, TransceiverError
 from transceiver.loop_context import LoopContext
 from transceiver.pull_reads import STAGING_BYTES, Rows, Segment
 from transceiver.transfer_types import TransferStatus
+from transceiver.transport import LandingRead
 
 if TYPE_CHECKING:
     from transceiver.peer import Peer
@@ -34,8 +35,8 @@ _MAX_BUFFERS = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Read:
-    """One read under way; `segment` None: generation numbers. Implements `LandingRead`."""
+class Read(LandingRead):
+    """One read under way; `segment` None: generation numbers."""
 
     pull: Pull
     segment: Segment | None

@@ -8,18 +8,20 @@ progress, of cancelling and of hashing. Pure planning; `Pull` issues what is pla
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.block_table import BlockTable
 from kvcache.storage.page_storage import PageStorage
 from transceiver.page_part import PagePart
 from transceiver.transport import ReadBatch
 
-__all__ = ["STAGING_BYTES", "Rows", "Segment", "plan_segments"]
+__all__ = ["STAGING_BYTES", "UNKNOWN_PAGE", "Rows", "Segment", "plan_segments"]
 
+UNKNOWN_PAGE = -2  # in `Rows.remote`: not granted yet
 STAGING_BYTES = 1 << 20  # small enough to stay in the cache between the read and the copy to its place
 
 
@@ -36,6 +38,20 @@ class Rows:
 
     def __len__(self) -> int:
         return len(self.group)
+
+    @staticmethod
+    def wanted(tables: Sequence[BlockTable]) -> Rows:
+        """The blocks of `tables`, one after the other; nothing is known of the holder's pages yet."""
+        empty = np.empty(0, np.int32)
+        count = sum(len(table) for table in tables)
+        return Rows(
+            np.concatenate([empty, *(np.full(len(table), table.group, np.int32) for table in tables)]),
+            np.concatenate([empty, *(table.ordinals for table in tables)]),
+            np.concatenate([empty, *(table.valid_tokens for table in tables)]),
+            np.concatenate([empty, *(table.pages for table in tables)]),
+            np.full(count, UNKNOWN_PAGE, np.int32),
+            np.zeros(count, np.uint64),
+        )
 
 
 @dataclass(slots=True, eq=False)

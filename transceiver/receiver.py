@@ -17,9 +17,11 @@ import numpy as np
 from kvcache.block_table import BlockTable
 from transceiver.arrival_checks import ArrivalChecks
 from transceiver.errors import LinkClosedError
+from transceiver.grant_checks import grant_problem, is_duplicate_grant
 from transceiver.loop_context import LoopContext, Timer
 from transceiver.pull_data import PullData
 from transceiver.pull_reads import Rows, Segment, plan_segments
+from transceiver.transfer_checks import phase_seconds
 from transceiver.transfer_state import TransferState, TransferStateMachine
 from transceiver.transfer_types import GrantTicket, TransferOutcome, TransferStatus
 from transceiver.wire import Ack, Cancel, Digests, Grant, GroupRows, PullRequest, Refuse, encode
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["Pull"]
 
 _log = logging.getLogger(__name__)
-_UNKNOWN, _MISSING = -2, -1
+_MISSING = -1
 _MAX_RETRIES = 1
 
 
@@ -64,17 +66,8 @@ class Pull:
         self._marks: dict[str, float] = {}
         self.retries = 0
         self._mismatches = 0
-        empty = np.empty(0, np.int32)
-        count = sum(len(t) for t in tables)
-        self._rows = Rows(
-            np.concatenate([empty, *(np.full(len(t), t.group, np.int32) for t in tables)]),
-            np.concatenate([empty, *(t.ordinals for t in tables)]),
-            np.concatenate([empty, *(t.valid_tokens for t in tables)]),
-            np.concatenate([empty, *(t.pages for t in tables)]),
-            np.full(count, _UNKNOWN, np.int32),
-            np.zeros(count, np.uint64),
-        )
-        self._bad = np.zeros(count, np.bool_)
+        self._rows = Rows.wanted(tables)
+        self._bad = np.zeros(len(self._rows), np.bool_)
         self._last = False
         self._checking = False
         self._checks = ArrivalChecks(self._rows)
@@ -169,19 +162,12 @@ class Pull:
             self._ctx.stats.stale_messages += 1
             return
         rows = message.rows
-        if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < len(self._rows):
-            self.fail(TransferStatus.FAILED, "the holder granted rows that were not asked for")
+        if is_duplicate_grant(self._rows, message):
+            self._ctx.stats.stale_messages += 1
             return
-        if len(rows) and not message.last and bool((self._rows.remote[rows] != _UNKNOWN).all()):
-            self._ctx.stats.stale_messages += 1  # a duplicate
-            return
-        if len(np.unique(rows)) != len(rows) or bool((self._rows.remote[rows] != _UNKNOWN).any()):
-            self.fail(TransferStatus.FAILED, "the holder granted a row twice")
-            return
-        counts = np.asarray([peer.num_pages(g) for g in range(len(peer.parts))], np.int64)
-        limits = counts[self._rows.group[rows]]
-        if bool(((message.pages < -1) | (message.pages >= limits)).any()):
-            self.fail(TransferStatus.FAILED, "the holder granted pages outside its pool")
+        problem = grant_problem(self._rows, message, [peer.num_pages(g) for g in range(len(peer.parts))])
+        if problem is not None:
+            self.fail(TransferStatus.FAILED, f"the holder granted {problem}")
             return
         self._marks.setdefault("grant", self._ctx.clock())
         self._machine.advance(TransferState.TRANSFERRING)
@@ -283,22 +269,12 @@ class Pull:
         bad = tuple(zip(self._rows.group[self._bad].tolist(), self._rows.ordinal[self._bad].tolist(), strict=True))
         transport = peer.link.transport if peer is not None else ""
         outcome = TransferOutcome(
-            status, reason, good, self.data.bytes, self.data.segments, transport, bad, self._seconds(now), self.retries,
-            self._mismatches,
+            status, reason, good, self.data.bytes, self.data.segments, transport, bad,
+            phase_seconds(self._marks, self._created, now), self.retries, self._mismatches,
         )  # fmt: skip
         self._ctx.post(lambda: self._watch_drain(peer))
         self.future.set_result(outcome)
         self._try_settle()
-
-    def _seconds(self, now: float) -> dict[str, float]:
-        """Times of the phases; they add up to `total`."""
-        seconds, last = {}, self._created
-        for name, mark in (("queue", "connect"), ("prepare", "grant"), ("transfer", "data")):
-            at = self._marks.get(mark, last)
-            seconds[name], last = at - last, at
-        seconds["verify"] = now - last if "data" in self._marks else 0.0
-        seconds["total"] = now - self._created
-        return seconds
 
     def _watch_drain(self, peer: Peer | None) -> None:
         if peer is not None and not self.settled.done():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from kvcache.storage.page_storage import PageStorage
 from transceiver.stats import PerfRow
 from transceiver.transfer_types import GrantTicket, TransferOutcome
 
-__all__ = ["check_tables", "conversation_digest", "perf_row"]
+__all__ = ["check_tables", "conversation_digest", "perf_row", "phase_seconds"]
 
 
 def conversation_digest(conversation_id: str | None) -> bytes:
@@ -52,3 +53,14 @@ def perf_row(ticket: GrantTicket, outcome: TransferOutcome) -> PerfRow:
         throughput_mib_s=outcome.bytes / transfer / 2**20 if transfer > 0 else 0.0,
         retries=outcome.retries, digest_mismatches=outcome.digest_mismatches,
     )  # fmt: skip
+
+
+def phase_seconds(marks: Mapping[str, float], created: float, now: float) -> dict[str, float]:
+    """Times of a pull's phases from the clock at which each ended; they add up to `total`."""
+    seconds, last = {}, created
+    for name, mark in (("queue", "connect"), ("prepare", "grant"), ("transfer", "data")):
+        at = marks.get(mark, last)
+        seconds[name], last = at - last, at
+    seconds["verify"] = now - last if "data" in marks else 0.0
+    seconds["total"] = now - created
+    return seconds

@@ -8,7 +8,7 @@ completion was delivered, not after: a transport may copy in threads of its own,
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,18 +35,21 @@ class ReadBatch:
         return len(self.local)
 
 
-@runtime_checkable
-class LandingRead(Protocol):
-    """What a read's `token` may be: it has work to do on the bytes, best right after the copy and in the same thread.
+class LandingRead:
+    """A `token` that has work to do on the bytes of its read, best right after the copy and in the same thread.
 
     A transport that copies by itself calls `landed` once for a whole batch, before it delivers the completion; what it
     raises becomes the read's error. Others do not call it: the receiver then does the work itself.
     """
 
     @property
-    def wants_landing(self) -> bool: ...
+    def wants_landing(self) -> bool:
+        """There is work to do."""
+        raise NotImplementedError
 
-    def landed(self) -> None: ...
+    def landed(self) -> None:
+        """Do it; blocks."""
+        raise NotImplementedError
 
 
 class RemoteRegion(Protocol):

@@ -25,7 +25,7 @@ from transceiver.errors import TransceiverError, TransportUnavailableError
 from transceiver.host_port import format_address, parse_address
 from transceiver.transport import TransportHandler
 from transceiver.ucp_binding import UCS_INPROGRESS, UCS_OK
-from transceiver.ucx_fabric import UcxFabric
+from transceiver.ucx_fabric import BASE_OPTIONS, UcxFabric
 from transceiver.ucx_link import PendingRead, UcxLink
 from transceiver.wire import MAX_MESSAGE_BYTES
 
@@ -34,15 +34,6 @@ __all__ = ["UcxTransport"]
 _log = logging.getLogger(__name__)
 _MAX_PROGRESS = 64  # rounds before events are delivered, so that a busy fabric cannot starve the protocol
 _FLUSH_S = 0.2  # on close: how long the last messages may take to leave
-_BASE_OPTIONS = {
-    # With rendezvous on, an error-handling endpoint may not use cma; without it, reads go over cma at full speed.
-    "RNDV_THRESH": "inf",
-    # A read over plain TCP is emulated by the peer, whose answer needs the id of our endpoint.
-    "RESOLVE_REMOTE_EP_ID": "y",
-    "KEEPALIVE_INTERVAL": "1s",
-    "TCP_TX_SEG_SIZE": "256K",
-    "TCP_RX_SEG_SIZE": "1M",
-}
 
 
 class UcxTransport:
@@ -59,6 +50,7 @@ class UcxTransport:
         self._regions: list[MemoryRegion] = []
         self._fabrics: list[UcxFabric] = []  # the configured one, and one without cma when the kernel refuses that
         self.no_cma: dict[str, str] = {}  # address -> why later connections to it use no cma lane
+        self._woken = False
         self.copies = CmaCopies(max(0, config.copy_threads - 1), self.wake)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wake_lock = threading.Lock()
@@ -97,7 +89,7 @@ class UcxTransport:
 
     def _add_fabric(self, tls: str) -> UcxFabric:
         assert self._epoll is not None
-        fabric = UcxFabric(self._api, {"TLS": tls, **_BASE_OPTIONS, **self._config.ucx_options}, self._on_am)
+        fabric = UcxFabric(self._api, {"TLS": tls, **BASE_OPTIONS, **self._config.ucx_options}, self._on_am)
         self._epoll.register(fabric.event_fd, select.EPOLLIN)
         self._fabrics.append(fabric)
         for number, region in enumerate(self._regions, 1):
@@ -156,16 +148,21 @@ class UcxTransport:
             progressed = 0
             while progressed < _MAX_PROGRESS and self._progress():
                 progressed += 1
-            if self._deliver() or progressed == _MAX_PROGRESS:
+            if self._deliver() or progressed == _MAX_PROGRESS or self._woken:
+                self._woken = False
                 return
+            copied = self.copies.step()  # one piece at a time: messages, cancels and timers come in between
             left = deadline - time.monotonic()
             if left <= 0:
                 return
+            if copied:
+                continue
             if self.copies.may_sleep() and all(fabric.worker.arm() for fabric in self._fabrics):
                 assert self._epoll is not None
                 for fd, _ in self._epoll.poll(left):
                     if fd == self._wake_fd:
                         os.eventfd_read(self._wake_fd)
+                        self._woken = False
                         return
 
     def _progress(self) -> bool:
@@ -204,8 +201,8 @@ class UcxTransport:
         return busy
 
     def _copy(self) -> bool:
-        """One piece of a kernel copy here, then report those that have ended: messages and cancels come in between."""
-        busy = self.copies.step()
+        """Report the kernel copies that have ended."""
+        busy = False
         while (copy := self.copies.take()) is not None:
             read = copy.owner
             assert isinstance(read, PendingRead)
@@ -253,6 +250,7 @@ class UcxTransport:
         limit = time.monotonic() + 1.0
         while (link.reads or link.sends or link.copies) and time.monotonic() < limit:
             self._complete(link)
+            self.copies.step()
             self._copy()
             link.fabric.progress()
         # Not reported as done: the pages of these reads stay in quarantine until the whole transport is closed.
@@ -262,6 +260,7 @@ class UcxTransport:
         link.sends.clear()
 
     def wake(self) -> None:
+        self._woken = True
         with self._wake_lock:
             if self._wake_fd >= 0:
                 os.eventfd_write(self._wake_fd, 1)

@@ -11,9 +11,18 @@ from transceiver.device_memory import memory_type
 from transceiver.ucp_binding import UcpBinding
 from transceiver.ucx_link import AM_ID
 
-__all__ = ["UcxFabric"]
+__all__ = ["BASE_OPTIONS", "UcxFabric"]
 
 _MAX_DRAIN = 64
+BASE_OPTIONS = {
+    # With rendezvous on, an error-handling endpoint may not use cma; without it, reads go over cma at full speed.
+    "RNDV_THRESH": "inf",
+    # A read over plain TCP is emulated by the peer, whose answer needs the id of our endpoint.
+    "RESOLVE_REMOTE_EP_ID": "y",
+    "KEEPALIVE_INTERVAL": "1s",
+    "TCP_TX_SEG_SIZE": "256K",
+    "TCP_RX_SEG_SIZE": "1M",
+}
 
 
 class UcxFabric:

@@ -49,7 +49,7 @@ def test_damage_in_one_of_two_groups_is_named_by_group(kind: FaultKind) -> None:
 
 def test_early_requests_are_bounded_and_expire(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody fills a holder with requests for what never comes."""
-    monkeypatch.setattr("transceiver.holder._MAX_PARKED", 4)
+    monkeypatch.setattr("transceiver.early_requests._MAX_WAITING", 4)
     with pair(early_request_ttl_ms=200) as p:
         conversation = p.publish("other").conversation
         base = p.publish("another").ticket
