@@ -22,13 +22,16 @@ def transfer(
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the rows as JSON.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds of every case.")] = 5,
     ray: Annotated[bool, typer.Option(help="Compare with Ray's object store.")] = True,
+    peer_python: Annotated[Path | None, typer.Option(help="Python that has NIXL installed.")] = None,
 ) -> None:
-    """Measure KV transfer between two processes against a memory copy, ucx_perftest, Ray and raw sockets."""
+    """Measure KV transfer between two processes against a memory copy, ucx_perftest, NIXL, Ray and raw sockets."""
     from cluster.bench.transfer import render_rows, run_transfer_bench, write_rows
     from transceiver import TransceiverError
 
     try:
-        rows = run_transfer_bench(rounds, with_ray=ray, report=lambda text: print(f"==> {text}", flush=True))
+        rows = run_transfer_bench(
+            rounds, with_ray=ray, peer_python=peer_python, report=lambda text: print(f"==> {text}", flush=True)
+        )
     except TransceiverError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None

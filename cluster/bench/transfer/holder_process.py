@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnContext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,14 +24,17 @@ from transceiver.parallel_layout import RankShare
 __all__ = ["HolderProcess"]
 
 _WAIT_S = 60.0
+_EXEC_S = 1.0
 SECRET = b"benchmark secret of one run"
 
 
-def _serve(pipe: Connection, layout: str, pages: int, settings: dict[str, Any], share: RankShare | None) -> None:
+def _serve(
+    pipe: Connection, layout: str, pages: int, settings: dict[str, Any], share: RankShare | None, host: str
+) -> None:
     storage = filled_storage(PAGE_LAYOUTS[layout], pages, 7)
     transceiver = CacheTransceiver(
         worker_id="bench-holder", storage=storage, config=CacheTransceiverConfig(**settings), secret=SECRET,
-        shares=(share,) if share else None,
+        shares=(share,) if share else None, host=host,
     )  # fmt: skip
     with transceiver:
         pipe.send(None)
@@ -40,14 +51,36 @@ def _serve(pipe: Connection, layout: str, pages: int, settings: dict[str, Any], 
     storage.close()
 
 
-class HolderProcess:
-    """Starts and ends the process; a context manager."""
+@contextlib.contextmanager
+def _python_of(context: SpawnContext, namespace: str | None) -> Iterator[None]:
+    """Processes that start meanwhile run in that network namespace."""
+    if namespace is None:
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="kvferry-bench-") as folder:
+        wrapper = Path(folder) / "python"
+        wrapper.write_text(f'#!/bin/sh\nexec ip netns exec {namespace} {shlex.quote(sys.executable)} "$@"\n')
+        wrapper.chmod(0o700)
+        context.set_executable(str(wrapper))
+        try:
+            yield
+            time.sleep(_EXEC_S)  # the wrapper is read by the new process
+        finally:
+            context.set_executable(sys.executable)
 
-    def __init__(self, layout: str, pages: int, settings: dict[str, Any], share: RankShare | None = None) -> None:
+
+class HolderProcess:
+    """Starts and ends the process, in another network namespace if told; a context manager."""
+
+    def __init__(
+        self, layout: str, pages: int, settings: dict[str, Any], share: RankShare | None = None, *,
+        namespace: str | None = None, host: str = "127.0.0.1",
+    ) -> None:  # fmt: skip
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, layout, pages, settings, share), daemon=True)
-        self.process.start()
+        self.process = context.Process(target=_serve, args=(theirs, layout, pages, settings, share, host), daemon=True)
+        with _python_of(context, namespace):
+            self.process.start()
         theirs.close()
         self._receive()
 

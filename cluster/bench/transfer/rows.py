@@ -11,10 +11,11 @@ __all__ = ["BenchRow", "render_rows", "write_rows"]
 
 @dataclass(frozen=True, slots=True)
 class BenchRow:
-    """One case. Ratios compare medians of rounds that were interleaved in one run; None: not compared.
+    """One case. Ratios are medians over interleaved rounds of one run; None: not compared.
 
-    r                throughput over a copy of the same shape inside one process
+    r                throughput over a copy of the same shape inside one process (over what `goal` names, else)
     milliseconds     for cases that measure a time
+    load             the machine's load average right after the case: above 2 on two cores it was not alone
     goal, met        the aimed-at value of the case's own measure, and whether it was reached
     """
 
@@ -27,6 +28,7 @@ class BenchRow:
     gbytes_per_s: float | None = None
     rounds: int = 0
     milliseconds: float | None = None
+    load: float | None = None
     goal: str = ""
     met: bool | None = None
 
@@ -42,13 +44,16 @@ def render_rows(rows: list[BenchRow]) -> str:
     def number(value: float | None, digits: int = 2) -> str:
         return "-" if value is None else f"{value:.{digits}f}"
 
-    head = f"{'case':34} {'transport':10} {'r':>5} {'/perf':>6} {'/nixl':>6} {'/ray':>6} {'GB/s':>6} {'ms':>8} n   goal"
+    head = (
+        f"{'case':40} {'transport':10} {'r':>5} {'/perf':>6} {'/nixl':>6} {'/ray':>6} {'GB/s':>6} {'ms':>8} "
+        f"{'load':>5} n   goal"
+    )
     lines = [head]
     for row in rows:
         verdict = {True: "met", False: "missed", None: ""}[row.met]
         lines.append(
-            f"{row.case:34} {row.transport:10} {number(row.r):>5} {number(row.vs_ucx_perftest):>6} "
+            f"{row.case:40} {row.transport:10} {number(row.r):>5} {number(row.vs_ucx_perftest):>6} "
             f"{number(row.vs_nixl):>6} {number(row.vs_ray):>6} {number(row.gbytes_per_s):>6} "
-            f"{number(row.milliseconds, 3):>8} {row.rounds:<3} {row.goal} {verdict}".rstrip()
+            f"{number(row.milliseconds, 3):>8} {number(row.load, 1):>5} {row.rounds:<3} {row.goal} {verdict}".rstrip()
         )
     return "\n".join(lines)

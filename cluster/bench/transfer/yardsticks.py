@@ -1,4 +1,4 @@
-"""What the transceiver is compared with: ucx_perftest of the installed libucx, raw sockets, NIXL, Ray's object store.
+"""What the transceiver is compared with: ucx_perftest of the installed libucx and Ray's object store.
 
 Each function measures one round and returns bytes per second, or None when that peer is not there.
 """
@@ -11,14 +11,11 @@ import os
 import re
 import socket
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
-
-__all__ = ["perftest_bandwidth", "ray_store", "socket_bandwidth"]
+__all__ = ["perftest_bandwidth", "ray_store"]
 
 _WAIT_S = 60.0
 
@@ -57,26 +54,6 @@ def perftest_bandwidth(nbytes: int) -> float | None:
     numbers = re.findall(r"[-+]?\d+\.?\d*", done.stdout.strip().splitlines()[-1]) if done.stdout.strip() else []
     # columns: iterations, percentile, average, overall (us), bandwidth average, overall (MB/s), message rates
     return float(numbers[5]) * 2**20 if len(numbers) >= 8 else None
-
-
-def socket_bandwidth(nbytes: int) -> float:
-    """One transfer over a TCP connection on this machine with 4 MiB socket buffers, into a buffer in place."""
-    data, target = np.ones(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
-    with socket.socket() as listener:
-        for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
-            listener.setsockopt(socket.SOL_SOCKET, option, 4 << 20)
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(1)
-        with socket.create_connection(listener.getsockname()) as client, listener.accept()[0] as server:
-            sender = threading.Thread(target=client.sendall, args=(data.data,))
-            started = time.perf_counter()
-            sender.start()
-            view, got = target.data, 0
-            while got < nbytes:
-                got += server.recv_into(view[got:])
-            seconds = time.perf_counter() - started
-            sender.join()
-    return nbytes / seconds
 
 
 @contextlib.contextmanager
