@@ -19,6 +19,7 @@ from tests.unit.transceiver.rig import SCOPE, SECRET, make_layout, make_storage,
 from transceiver import CacheTransceiver, CacheTransceiverConfig, Publication, Pull, RankShare
 
 WAIT_S = 30.0
+START_S = 90.0  # a new interpreter with its libraries, on a machine that may be busy with many
 
 
 def serve(pipe: Connection, options: dict[str, Any]) -> None:
@@ -98,10 +99,10 @@ class PeerProcess:
         self._process = context.Process(target=serve, args=(theirs, options), daemon=True)
         self._process.start()
         theirs.close()
-        self.pid, self.address = self._receive()
+        self.pid, self.address = self._receive(START_S)
 
-    def _receive(self) -> Any:
-        assert self._pipe.poll(WAIT_S), "the peer process does not answer"
+    def _receive(self, wait_s: float = WAIT_S) -> Any:
+        assert self._pipe.poll(wait_s), "the peer process does not answer"
         return self._pipe.recv()
 
     def ask(self, command: str, arguments: Any = None) -> Any:

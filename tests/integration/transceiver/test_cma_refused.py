@@ -13,7 +13,7 @@ from tests.unit.transceiver.rig import SCOPE, table
 from transceiver import TransferStatus
 
 pytest.importorskip("ucxx", reason="needs ucxx")
-pytestmark = [pytest.mark.ucx, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.ucx, pytest.mark.timeout(300)]
 DONE = TransferStatus.DONE
 
 

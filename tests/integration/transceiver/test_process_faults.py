@@ -25,7 +25,7 @@ ALL = tuple(range(PAGES))
 MOMENTS = (None, 0, 3, 12, -1)
 
 pytestmark = [
-    pytest.mark.ucx, pytest.mark.slow, pytest.mark.timeout(120), pytest.mark.parametrize("fabric", FABRICS),
+    pytest.mark.ucx, pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.parametrize("fabric", FABRICS),
 ]  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from tests.integration.transceiver.peer_process import PeerProcess
 from tests.unit.transceiver.rig import SCOPE, eventually, table
 from transceiver import GrantTicket, Interval, RankShare, TransferStatus
 
-pytestmark = [pytest.mark.ucx, pytest.mark.timeout(120), pytest.mark.parametrize("fabric", FABRICS)]
+pytestmark = [pytest.mark.ucx, pytest.mark.timeout(300), pytest.mark.parametrize("fabric", FABRICS)]
 DONE, FAILED, CANCELLED, TIMED_OUT = TransferStatus
 
 
