@@ -19,7 +19,7 @@ from transceiver.digest import DIGEST_NAME
 from transceiver.errors import HandshakeRefusedError, WireFormatError
 from transceiver.page_part import PagePart, PoolShape, default_shares, part_between
 from transceiver.parallel_layout import Interval, RankShare
-from transceiver.wire import Challenge, Hello, Proof
+from transceiver.wire import Challenge, Hello, Proof, RegionInfo
 
 __all__ = [
     "MIN_SECRET_BYTES",
@@ -28,6 +28,7 @@ __all__ = [
     "check_challenge",
     "check_layout",
     "check_proof",
+    "check_regions",
     "make_challenge",
     "make_proof",
     "pack_layout",
@@ -170,6 +171,21 @@ def check_layout(own: PeerLayout, blob: bytes) -> PeerLayout:
                 "start both workers with the same model, dtype and block size",
             )
     return peer
+
+
+def check_regions(theirs: PeerLayout, regions: tuple[RegionInfo, ...]) -> dict[tuple[int, int], RegionInfo]:
+    """The holder's pools and generation numbers by (kind, group). Raises HandshakeRefusedError when they do not fit."""
+    infos = {(info.kind, info.group): info for info in regions}
+    for group in range(len(theirs.layout.groups)):
+        pool, generations = infos.get((0, group)), infos.get((1, group))
+        size = theirs.layout.page_bytes(group)
+        if pool is None or generations is None or pool.page_bytes != size or pool.nbytes % size:
+            raise HandshakeRefusedError("regions", f"the peer's pool of group {group} does not fit its layout")
+        if generations.nbytes != pool.nbytes // size * 8:
+            raise HandshakeRefusedError("regions", f"the peer's generations of group {group} have a wrong size")
+        if theirs.pools and theirs.pools[group].num_pages != pool.nbytes // size:
+            raise HandshakeRefusedError("regions", f"the peer's pool of group {group} has another number of pages")
+    return infos
 
 
 def parts_between(holder: PeerLayout, receiver: PeerLayout) -> tuple[PagePart | None, ...]:

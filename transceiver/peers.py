@@ -16,6 +16,7 @@ from transceiver.handshake import (
     check_challenge,
     check_layout,
     check_proof,
+    check_regions,
     make_challenge,
     make_proof,
     pack_layout,
@@ -104,16 +105,10 @@ class PeerTable:
             peer.farewells += pull.farewell()  # cancelled while connecting: the holder is told when the link stands
         outcome = pull.future.result() if pull.future.done() else None
         if peer is not None and outcome is not None and outcome.transport:
-            stats = self._ctx.stats.links.setdefault(pull.ticket.address, LinkStats(peer.worker_id, outcome.transport))
-            stats.transport = outcome.transport
-            stats.transfers += 1
-            stats.bytes += outcome.bytes
-            stats.segments += outcome.segments
-            stats.transfer_s += outcome.seconds.get("transfer", 0.0)
-            stats.queue_s += outcome.seconds.get("queue", 0.0)
-            stats.prepare_s += outcome.seconds.get("prepare", 0.0)
-            stats.retries += outcome.retries
-            stats.detail = peer.link.detail
+            links = self._ctx.stats.links
+            links.setdefault(pull.ticket.address, LinkStats(peer.worker_id, outcome.transport)).add(
+                outcome, peer.link.detail
+            )
 
     def _connect(self, address: str) -> Peer:
         if len(self._by_link) >= self._ctx.config.max_links:
@@ -208,7 +203,7 @@ class PeerTable:
             case Welcome() if peer.outgoing and peer.phase is LinkPhase.PROVING:
                 layout = check_layout(self._own, message.layout)
                 peer.parts, peer.pools = parts_between(layout, self._own), layout.pools
-                self._check_regions(peer, layout, message)
+                peer.infos = check_regions(layout, message.regions)
                 if not peer.link.on_peer_process(message.identity, peer.infos[1, 0].address):
                     self._connect_anew(peer)
                     return
@@ -258,19 +253,6 @@ class PeerTable:
             peer.timer.cancel()
         while peer.farewells:
             self._send(peer, peer.farewells.pop(0))
-
-    def _check_regions(self, peer: Peer, theirs: PeerLayout, message: Welcome) -> None:
-        infos = {(info.kind, info.group): info for info in message.regions}
-        for group in range(len(theirs.layout.groups)):
-            pool, generations = infos.get((0, group)), infos.get((1, group))
-            size = theirs.layout.page_bytes(group)
-            if pool is None or generations is None or pool.page_bytes != size or pool.nbytes % size:
-                raise HandshakeRefusedError("regions", f"the peer's pool of group {group} does not fit its layout")
-            if generations.nbytes != pool.nbytes // size * 8:
-                raise HandshakeRefusedError("regions", f"the peer's generations of group {group} have a wrong size")
-            if theirs.pools and theirs.pools[group].num_pages != pool.nbytes // size:
-                raise HandshakeRefusedError("regions", f"the peer's pool of group {group} has another number of pages")
-        peer.infos = infos
 
     def _dispatch(self, peer: Peer, message: Message) -> None:
         if not peer.outgoing:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TextIO
 
+from transceiver.transfer_types import TransferOutcome
+
 __all__ = ["LinkStats", "PerfCsv", "PerfRow", "TransceiverStats"]
 
 _log = logging.getLogger(__name__)
@@ -31,6 +33,17 @@ class LinkStats:
     prepare_s: float = 0.0
     retries: int = 0
     detail: str = ""
+
+    def add(self, outcome: TransferOutcome, detail: str) -> None:
+        """Count a pull that has ended."""
+        self.transport, self.detail = outcome.transport, detail
+        self.transfers += 1
+        self.bytes += outcome.bytes
+        self.segments += outcome.segments
+        self.transfer_s += outcome.seconds.get("transfer", 0.0)
+        self.queue_s += outcome.seconds.get("queue", 0.0)
+        self.prepare_s += outcome.seconds.get("prepare", 0.0)
+        self.retries += outcome.retries
 
     @property
     def mean_segment_bytes(self) -> float:
