@@ -19,7 +19,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["CmaPlan", "CmaReader", "process_identity", "same_host_pid"]
+__all__ = ["CmaPlan", "CmaReader", "has_ended", "process_identity", "same_host_pid"]
 
 _Vectors: TypeAlias = "array[int] | NDArray[np.uint64]"
 _IOV_MAX = 1024
@@ -41,6 +41,23 @@ def process_identity() -> bytes:
         return struct.pack(_FORMAT, boot, namespace, os.getpid(), _start_time(os.getpid()))
     except (OSError, ValueError, IndexError):
         return b""
+
+
+def has_ended(identity: bytes) -> bool:
+    """True when the process of this identity ran on this host and is gone, or dead and not yet waited for."""
+    own = process_identity()
+    if len(identity) != struct.calcsize(_FORMAT) or not own:
+        return False
+    boot, namespace, pid, started = struct.unpack(_FORMAT, identity)
+    if (boot, namespace) != struct.unpack(_FORMAT, own)[:2]:
+        return False
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return fields[0] in "ZX" or int(fields[19]) != started
+    except FileNotFoundError:
+        return True
+    except (OSError, ValueError, IndexError):
+        return False
 
 
 def same_host_pid(identity: bytes) -> int | None:

@@ -47,6 +47,7 @@ class InprocLink:
 
     transport = "inproc"
     detail = "memory copy in one process"
+    peer_has_ended = False
     direct_read_bytes = 64 << 10
 
     def __init__(self, owner: InprocTransport, peer: str) -> None:

@@ -147,7 +147,8 @@ class PeerTable:
         peer = self._by_link.get(id(link))
         if peer is not None:
             self._ctx.stats.lost_links += 1
-            again = self._taken_along(peer) if peer.outgoing and peer.phase is LinkPhase.READY else []
+            alive = peer.outgoing and peer.phase is LinkPhase.READY and not link.peer_has_ended
+            again = self._taken_along(peer) if alive else []
             self._forget(peer, reason)
             for pull in again:
                 self.attach(pull)

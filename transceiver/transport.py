@@ -104,6 +104,11 @@ class Link(Protocol):
         """The peer has proved the secret: larger messages than those of the handshake may come."""
         ...
 
+    @property
+    def peer_has_ended(self) -> bool:
+        """True when it is known that the peer's process is gone, so that connecting again is of no use."""
+        ...
+
     def on_peer_process(self, identity: bytes, probe: int) -> bool:
         """The handshake brought the peer's `Transport.identity`; at `probe` it has 8 readable bytes.
 

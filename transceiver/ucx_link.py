@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from transceiver.cma import CmaReader, same_host_pid
+from transceiver.cma import CmaReader, has_ended, same_host_pid
 from transceiver.cma_copies import CmaCopy
 from transceiver.device_memory import HOST, kernel_may_copy
 from transceiver.errors import LinkClosedError, TransceiverError
@@ -62,6 +62,7 @@ class UcxLink:
         self.cma: CmaReader | None = None
         self.sends: deque[tuple[int, bytes]] = deque()
         self._transport = ""
+        self._identity = b""
 
     @property
     def transport(self) -> str:
@@ -136,11 +137,16 @@ class UcxLink:
     def trust(self) -> None:
         """Nothing to do: UCX hands over whole messages, and `PeerTable` looks at their size."""
 
+    @property
+    def peer_has_ended(self) -> bool:
+        return has_ended(self._identity)
+
     def on_peer_process(self, identity: bytes, probe: int) -> bool:
         """On the same host, with a cma lane: read batches with one kernel call, if the kernel lets us.
 
         Returns False when it does not (containers, other users): UCX's cma lane would fail too, so connect anew.
         """
+        self._identity = identity
         pid = same_host_pid(identity)
         if pid is None or not self.owner.identity:  # another host, or cma is not wanted
             return True

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from transceiver.cma import CmaReader, process_identity, same_host_pid
+from tests.unit.transceiver.rig import eventually
+from transceiver.cma import CmaReader, has_ended, process_identity, same_host_pid
 
 
 def addresses(array: NDArray[np.uint8], at: list[int]) -> NDArray[np.uint64]:
@@ -75,3 +76,23 @@ def test_a_partial_copy_goes_on_where_it_ended() -> None:
     reader.read(addresses(target, at), addresses(source, at), np.full(4, 16, np.uint64))
     assert (target == source).all()
     assert reader.calls == 4  # the rest of the second element, then the others
+
+
+def test_an_ended_process_is_known_even_before_it_was_waited_for() -> None:
+    program = (
+        "import sys; from transceiver.cma import process_identity;"
+        "print(process_identity().hex(), flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        (sys.executable, "-c", program), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        identity = bytes.fromhex(child.stdout.readline())
+        assert not has_ended(identity)
+        child.kill()
+        assert eventually(lambda: has_ended(identity))  # a zombie
+        child.wait()
+        assert has_ended(identity)
+    assert not has_ended(process_identity())
+    assert not has_ended(b"")
+    assert not has_ended(bytes(len(identity)))  # of another host
