@@ -122,28 +122,32 @@ class CmaReader:
 class CmaPlan:
     """Many reads cut into pieces of about `piece_bytes`, one kernel call each, with the kernel's vectors made before.
 
-    `piece_bytes` 0: as few pieces as the kernel's limit on vectors allows. Immutable.
+    `piece_bytes` 0: as few pieces as the kernel's limit on vectors allows. `cut` False: no read is cut, so that the
+    pieces are whole elements, `cuts[i]` to `cuts[i + 1]`. Immutable.
     """
 
-    __slots__ = ("_calls", "_columns", "_cuts", "_keep")
+    __slots__ = ("_calls", "_columns", "_keep", "cuts")
 
     def __init__(
-        self, local: NDArray[np.uint64], remote: NDArray[np.uint64], nbytes: NDArray[np.uint64], piece_bytes: int = 0
-    ) -> None:
+        self, local: NDArray[np.uint64], remote: NDArray[np.uint64], nbytes: NDArray[np.uint64], piece_bytes: int = 0,
+        *, cut: bool = True,
+    ) -> None:  # fmt: skip
         self._calls: list[tuple[int, int, int, int, int]] = []
         self._keep: list[object] = []
         self._columns: tuple[Sequence[int], Sequence[int], Sequence[int]]
         if len(nbytes) <= _FEW_READS:  # numpy's fixed cost would be most of it
-            self._columns = _cut_large(local.tolist(), remote.tolist(), nbytes.tolist(), piece_bytes or 1 << 62)
-            self._cuts = _cuts(self._columns[2], piece_bytes)
-            for start, stop in itertools.pairwise(self._cuts):
+            self._columns = _cut_large(
+                local.tolist(), remote.tolist(), nbytes.tolist(), piece_bytes if piece_bytes and cut else 1 << 62
+            )  # fmt: skip
+            self.cuts = _cuts(self._columns[2], piece_bytes)
+            for start, stop in itertools.pairwise(self.cuts):
                 mine, theirs, sizes = (column[start:stop] for column in self._columns)
                 self._add(_joined_list(mine, sizes), _joined_list(theirs, sizes), sum(sizes))
             return
         sizes = nbytes.tolist()
         self._columns = local.tolist(), remote.tolist(), sizes
-        self._cuts = _cuts(sizes, piece_bytes)
-        for start, stop in itertools.pairwise(self._cuts):
+        self.cuts = _cuts(sizes, piece_bytes)
+        for start, stop in itertools.pairwise(self.cuts):
             part = slice(start, stop)
             self._add(_joined(local[part], nbytes[part]), _joined(remote[part], nbytes[part]), sum(sizes[part]))
 
@@ -162,7 +166,7 @@ class CmaPlan:
 
     def columns(self, piece: int) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
         """Local address, remote address and size of the reads in a piece."""
-        part = slice(self._cuts[piece], self._cuts[piece + 1])
+        part = slice(self.cuts[piece], self.cuts[piece + 1])
         local, remote, nbytes = self._columns
         return local[part], remote[part], nbytes[part]
 

@@ -20,17 +20,18 @@ from transceiver.transport import LandingRead, ReadBatch
 __all__ = ["CmaCopies", "CmaCopy"]
 
 _PIECE_BYTES = 2 << 20
+_WORKED_PIECE_BYTES = 1 << 20  # stays in the cache between the copy and the work
 _WAKE_BYTES = 768 << 10  # less than this is done before a helper has woken up
 
 
 class CmaCopy:
     """A batch on its way. `owner` is whatever the transport wants back with it.
 
-    A batch whose token wants to work on what has landed is copied in one piece, by the thread that then does this work:
-    the bytes are still in its core's cache.
+    What a token wants to do with what has landed is done by the thread that copied the piece, while the bytes are in
+    its core's cache.
     """
 
-    __slots__ = ("_plan", "_reader", "_token", "error", "next", "owner", "pieces", "running")
+    __slots__ = ("_plan", "_reader", "_token", "_whole", "error", "next", "owner", "pieces", "running")
 
     def __init__(self, reader: CmaReader, batch: ReadBatch, base: int, token: object, owner: object) -> None:
         self.owner = owner
@@ -40,8 +41,13 @@ class CmaCopy:
         self._reader = reader
         self._token = token if isinstance(token, LandingRead) and token.wants_landing else None
         remote = batch.offset + np.uint64(base)
-        self._plan = CmaPlan(batch.local, remote, batch.nbytes, 0 if self._token is not None else _PIECE_BYTES)
-        self.pieces = 1 if self._token is not None else self._plan.pieces
+        if self._token is None:
+            self._plan = CmaPlan(batch.local, remote, batch.nbytes, _PIECE_BYTES)
+        else:
+            piece = _WORKED_PIECE_BYTES if self._token.by_element else 0
+            self._plan = CmaPlan(batch.local, remote, batch.nbytes, piece, cut=False)
+        self._whole = self._token is not None and not self._token.by_element
+        self.pieces = 1 if self._whole else self._plan.pieces
 
     @property
     def finished(self) -> bool:
@@ -50,12 +56,11 @@ class CmaCopy:
 
     def copy(self, piece: int) -> None:
         """Copy one piece; blocks for it. Raises OSError, and what the token's work raises."""
-        if self._token is None:
-            self._reader.copy(self._plan, piece)
-            return
-        for number in range(self._plan.pieces):
+        for number in range(self._plan.pieces) if self._whole else (piece,):
             self._reader.copy(self._plan, number)
-        self._token.landed()
+        if self._token is not None:
+            first, last = (0, self._plan.pieces - 1) if self._whole else (piece, piece)
+            self._token.landed(self._plan.cuts[first], self._plan.cuts[last + 1])
 
 
 class CmaCopies:

@@ -49,6 +49,7 @@ class InprocLink:
     detail = "memory copy in one process"
     peer_has_ended = False
     direct_read_bytes = 64 << 10
+    copies_itself = False
 
     def __init__(self, owner: InprocTransport, peer: str) -> None:
         self.owner = owner

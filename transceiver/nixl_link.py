@@ -66,6 +66,7 @@ class NixlLink:
     detail: str = "NIXL reads; which of its transports it takes, NIXL does not say"
     direct_read_bytes: int = 64 << 10
     peer_has_ended: bool = False
+    copies_itself: bool = False
     open: bool = True
     agents: set[str] = field(default_factory=set)  # names this link has loaded
 

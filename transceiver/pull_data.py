@@ -21,7 +21,7 @@ from transceiver.errors import LinkClosedError, TransceiverError
 from transceiver.loop_context import LoopContext
 from transceiver.pull_reads import STAGING_BYTES, Rows, Segment
 from transceiver.transfer_types import TransferStatus
-from transceiver.transport import LandingRead
+from transceiver.transport import LandingRead, Link
 
 if TYPE_CHECKING:
     from transceiver.peer import Peer
@@ -46,10 +46,20 @@ class Read(LandingRead):
         """The segment has to be put in place or hashed."""
         return self.segment is not None and self.pull.data.wants_work(self.segment)
 
-    def landed(self) -> None:
-        """All bytes of the segment are here. Any thread; blocks for copy and hash."""
-        assert self.segment is not None
-        self.segment.digests = self.pull.data.work(self.segment)
+    @property
+    def by_element(self) -> bool:
+        """Whole pages, one a read, are hashed page by page."""
+        return self.segment is not None and self.segment.by_row
+
+    def landed(self, start: int, stop: int) -> None:
+        """These reads of the segment are here. Any thread; blocks for copy and hash."""
+        segment = self.segment
+        assert segment is not None
+        if not segment.by_row:
+            segment.digests = [*self.pull.data.work(segment)]
+            return
+        assert segment.digests is not None  # made when the read was issued: several threads may come here at once
+        segment.digests[start:stop] = self.pull.data.hashes(segment, start, stop)
 
 
 class PullData:
@@ -69,11 +79,10 @@ class PullData:
         self.bytes = 0
         self.segments = 0
 
-    @property
-    def batch_bytes(self) -> int:
-        """Size of a batch: what is hashed together must fit into a core's cache."""
+    def batch_bytes(self, link: Link) -> int:
+        """Size of a batch: what is hashed together after its arrival must fit into a core's cache."""
         limit = self._ctx.config.max_segment_bytes
-        return min(limit, _HASHED_BATCH_BYTES) if self._ctx.config.verify else limit
+        return min(limit, _HASHED_BATCH_BYTES) if self._ctx.config.verify and not link.copies_itself else limit
 
     @property
     def all_read(self) -> bool:
@@ -124,6 +133,8 @@ class PullData:
         if not len(segment.batch):
             self._arrived(segment)
             return True
+        if segment.by_row:
+            segment.digests = [None] * len(segment.rows)
         registration = None if segment.staged else self._ctx.registrations[group]
         try:
             peer.link.get(segment.batch, peer.pool(group), registration, Read(self._pull, segment))
@@ -172,19 +183,25 @@ class PullData:
             segment.place(self._rows, storage, peer.page_bytes(segment.group))
         if not self._ctx.config.verify:
             return []
+        return self.hashes(segment, 0, len(segment.rows))
+
+    def hashes(self, segment: Segment, start: int, stop: int) -> list[bytes]:
+        """Digests of some rows of a segment; blocks, any thread."""
+        storage, rows = self._ctx.storage, segment.rows[start:stop]
         view = segment.part.receiver if segment.part is not None else None
-        pages, valid = self._rows.page[segment.rows].tolist(), self._rows.valid[segment.rows].tolist()
+        pages, valid = self._rows.page[rows].tolist(), self._rows.valid[rows].tolist()
         return [block_digest(storage, segment.group, p, v, view) for p, v in zip(pages, valid, strict=True)]
 
     def _arrived(self, segment: Segment) -> None:
         """All bytes of a segment are here; the transport may have done the work on them already."""
-        if segment.digests is None and self.wants_work(segment):
+        missing = segment.digests is None or None in segment.digests
+        if missing and self.wants_work(segment):
             if segment.staged or segment.nbytes > _INLINE_HASH_BYTES:
                 self._work_in_background(segment)
                 return
-            segment.digests = self.work(segment)
+            segment.digests = [*self.work(segment)]
         self._release(segment)
-        self._checks.found(segment.rows, segment.digests or ())
+        self._checks.found(segment.rows, [digest for digest in segment.digests or () if digest is not None])
 
     def _work_in_background(self, segment: Segment) -> None:
         def done(result: list[bytes] | BaseException) -> None:

@@ -68,7 +68,8 @@ class Segment:
     part: PagePart | None = None
     staged: bool = False
     buffer: NDArray[np.uint8] | None = None
-    digests: list[bytes] | None = None  # of `rows`, once they are computed
+    by_row: bool = False  # one read a row: rows may be hashed apart
+    digests: list[bytes | None] | None = None  # of `rows`, as far as they are computed
 
     @property
     def buffer_bytes(self) -> int:
@@ -86,18 +87,19 @@ class Segment:
 
 def plan_segments(
     rows: Rows, which: NDArray[np.int64], storage: PageStorage, parts: tuple[PagePart | None, ...],
-    remote_page_bytes: list[int], max_bytes: int, direct_bytes: int,
+    remote_page_bytes: list[int], max_bytes: int, direct_bytes: int, *, by_row: bool = False,
 ) -> Iterator[Segment]:  # fmt: skip
     """Segments that bring `which` rows here, in order of the holder's addresses.
 
     Fragments of at least `direct_bytes` are read straight into place, and into device memory all of them.
+    `by_row`: pages alike are read one by one, not in runs, so that each can be worked on when it is there.
     """
     which = which[np.lexsort((rows.remote[which], rows.group[which]))]
     for group in np.unique(rows.group[which]).tolist():
         mine = which[rows.group[which] == group]
         part = parts[group]
         if part is None:
-            yield from _whole_pages(rows, mine, storage, group, max_bytes)
+            yield from _whole_pages(rows, mine, storage, group, max_bytes, by_row)
         elif part.nbytes == 0:
             nothing = np.empty(0, np.uint64)
             yield Segment(mine, group, ReadBatch(nothing, nothing, nothing), 0, part)
@@ -119,20 +121,20 @@ def _batches(rows: NDArray[np.int64], page_bytes: int, max_bytes: int) -> Iterat
 
 
 def _whole_pages(
-    rows: Rows, which: NDArray[np.int64], storage: PageStorage, group: int, max_bytes: int
+    rows: Rows, which: NDArray[np.int64], storage: PageStorage, group: int, max_bytes: int, by_row: bool
 ) -> Iterator[Segment]:
     region = storage.region(group)
     size = region.page_bytes
     for part in _batches(which, size, max_bytes):
         pages, remote = rows.page[part].astype(np.int64), rows.remote[part].astype(np.int64)
-        starts = _runs((np.diff(pages) == 1) & (np.diff(remote) == 1))
+        starts = np.arange(len(part)) if by_row else _runs((np.diff(pages) == 1) & (np.diff(remote) == 1))
         lengths = np.diff(np.append(starts, len(part)))
         batch = ReadBatch(
             (region.address + pages[starts] * size).astype(np.uint64),
             (remote[starts] * size).astype(np.uint64),
             (lengths * size).astype(np.uint64),
         )
-        yield Segment(part, group, batch, len(part) * size)
+        yield Segment(part, group, batch, len(part) * size, by_row=by_row)
 
 
 def _fragments(

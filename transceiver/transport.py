@@ -38,8 +38,9 @@ class ReadBatch:
 class LandingRead:
     """A `token` that has work to do on the bytes of its read, best right after the copy and in the same thread.
 
-    A transport that copies by itself calls `landed` once for a whole batch, before it delivers the completion; what it
-    raises becomes the read's error. Others do not call it: the receiver then does the work itself.
+    A transport that copies by itself (`Link.copies_itself`) calls `landed` for the elements of the batch, each once,
+    before it delivers the completion; what it raises becomes the read's error. Others do not call it: the receiver then
+    does the work itself.
     """
 
     @property
@@ -47,8 +48,13 @@ class LandingRead:
         """There is work to do."""
         raise NotImplementedError
 
-    def landed(self) -> None:
-        """Do it; blocks."""
+    @property
+    def by_element(self) -> bool:
+        """Elements may be worked on apart, in any order and several at once; else `landed` wants the whole batch."""
+        raise NotImplementedError
+
+    def landed(self, start: int, stop: int) -> None:
+        """Work on elements `start` to `stop` of the batch; blocks."""
         raise NotImplementedError
 
 
@@ -75,6 +81,11 @@ class Link(Protocol):
     @property
     def detail(self) -> str:
         """How, in a few words for a person: the call that copies, and why a faster one does not."""
+        ...
+
+    @property
+    def copies_itself(self) -> bool:
+        """Host memory is copied by threads of the transport, which do the work of a `LandingRead`."""
         ...
 
     @property

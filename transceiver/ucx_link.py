@@ -81,6 +81,10 @@ class UcxLink:
         return f"ucp_get; the kernel refuses cma: {refused}" if refused else "ucp_get"
 
     @property
+    def copies_itself(self) -> bool:
+        return self.cma is not None
+
+    @property
     def direct_read_bytes(self) -> int:
         return 4 << 10 if self.cma is not None else 64 << 10
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -34,16 +36,28 @@ class NixlPeer:
         self._python = python
         self._log = log
         self._answer()
+        self._signal(signal.SIGSTOP)
+
+    def _signal(self, number: signal.Signals) -> None:
+        """NIXL's threads spin while they wait: outside its own rounds both processes stand still."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+    def close(self) -> None:
+        """Let both processes go on, to their end."""
+        self._signal(signal.SIGCONT)
 
     def read(self, local: NDArray[np.int32], remote: NDArray[np.int32]) -> float:
         """Seconds of one transfer of pages; checks that they arrived. Blocks. Raises NixlUnavailable."""
         assert self._process.stdin is not None
+        self._signal(signal.SIGCONT)
         try:
             self._process.stdin.write(json.dumps({"local": local.tolist(), "remote": remote.tolist()}) + "\n")
             self._process.stdin.flush()
         except OSError as error:
             raise NixlUnavailable(f"nixl: {error}") from error
         answer = self._answer()
+        self._signal(signal.SIGSTOP)
         if answer.get("state") != "DONE" or not answer.get("right"):
             raise NixlUnavailable(f"nixl did not deliver the pages: {answer}")
         return float(str(answer["seconds"]))
@@ -73,13 +87,18 @@ def open_nixl(page_bytes: int, pages: int, python: Path | None = None) -> Iterat
         with log.open("w") as errors:
             try:
                 process = subprocess.Popen(
-                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
-                )
+                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
+                    start_new_session=True,
+                )  # fmt: skip
             except OSError as error:
                 raise NixlUnavailable(f"nixl: {error}") from error
+        peer = None
         try:
-            yield NixlPeer(process, log, command[0])
+            peer = NixlPeer(process, log, command[0])
+            yield peer
         finally:
+            if peer is not None:
+                peer.close()
             assert process.stdin is not None and process.stdout is not None
             with contextlib.suppress(OSError):
                 process.stdin.close()

@@ -21,7 +21,9 @@ MIB = 1 << 20
 class Landing(LandingRead):
     """Remembers what had landed, and in which thread."""
 
-    def __init__(self, target: NDArray[np.uint8], error: Exception | None = None) -> None:
+    def __init__(self, target: NDArray[np.uint8], error: Exception | None = None, by_element: bool = False) -> None:
+        self.parts = by_element
+        self.spans: list[tuple[int, int]] = []
         self.target = target
         self.error = error
         self.seen: list[tuple[str, int]] = []
@@ -30,7 +32,14 @@ class Landing(LandingRead):
     def wants_landing(self) -> bool:
         return True
 
-    def landed(self) -> None:
+    @property
+    def by_element(self) -> bool:
+        return self.parts
+
+    def landed(self, start: int, stop: int) -> None:
+        size = self.target.nbytes // 32
+        assert not self.parts or bool((self.target[start * size : stop * size] > 0).all())
+        self.spans.append((start, stop))
         self.seen.append((threading.current_thread().name, int(self.target.min())))
         if self.error is not None:
             raise self.error
@@ -94,6 +103,17 @@ def test_the_helper_copies_while_the_loop_does_not(copies: CmaCopies, source: ND
     assert token.seen[0][0].startswith("kvferry-copy")
     assert token.seen[0][1] > 0  # all of it was there before the work began
     assert len(drive(copies, 1)) == len(token.seen) == 1
+
+
+def test_elements_are_worked_on_as_they_land_each_once(copies: CmaCopies, source: NDArray[np.uint8]) -> None:
+    target = np.zeros_like(source)
+    token = Landing(target, by_element=True)
+    copies.add(
+        CmaCopy(CmaReader(os.getpid()), batch_of(target, 32, np.arange(32)), source.ctypes.data, token, 0), 32 * MIB
+    )
+    assert drive(copies, 1)[0].error is None
+    assert sorted(token.spans) == [(index, index + 1) for index in range(32)]  # pages of 1 MiB
+    assert (target == source).all()
 
 
 def test_what_the_tokens_work_raises_is_the_error_of_its_batch(copies: CmaCopies, source: NDArray[np.uint8]) -> None:
