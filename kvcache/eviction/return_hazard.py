@@ -5,9 +5,8 @@ few observations leans on the coarser one: without the output length, then the s
 Conversations that are away now count too, as so many seconds without a return; so those that never return make their
 class look worse the longer they are away. Pure arithmetic over small arrays; knows no clock and no tree.
 
-The hazard by stop reason, past gap and output length is what `turn_aware` started from; that the gap is taken after
-the same stop reason (a user's pauses say little about a tool's), the bins and the worth were found by replaying half
-of the conversations of a public agentic trace (see docs/replay.md for what they gain on the other half).
+That the gap is taken after the same stop reason (a user's pauses say little about a tool's), the bins and the worth
+were found by replaying a public agentic trace; docs/replay.md says what they gain, also on each half of it alone.
 """
 
 from __future__ import annotations
