@@ -46,7 +46,7 @@ def _tree_fault(manager: KvCacheManager) -> str | None:
             return "a run with a partial last block has children"
         if sorted(node.children) != node.keys:
             return "the sorted keys of a run's children are stale"
-        fault = _anchor_fault(node)
+        fault = _anchor_fault(node, block)
         if fault:
             return fault
         keyed = tree.keep_keys and node.parent is not None
@@ -65,12 +65,14 @@ def _tree_fault(manager: KvCacheManager) -> str | None:
     return None
 
 
-def _anchor_fault(node: RadixNode) -> str | None:
+def _anchor_fault(node: RadixNode, block: int) -> str | None:
     for anchor in (*node.locks, *node.endpoints):
         if anchor.node is not node:
             return "an anchor stands in another run than the one that lists it"
         if not (0 < anchor.offset <= node.length or (anchor.offset == 0 and node.parent is None)):
             return f"an anchor stands at {anchor.offset} of a run of {node.length} tokens"
+    if node.origins and node.origins[-1][0] * block >= max(1, node.length):
+        return "a run has an origin behind its blocks"
     if any(second[0] <= first[0] for first, second in pairwise(node.origins)):
         return "the origins of a run are out of order"
     for _, position in node.states:

@@ -147,18 +147,20 @@ class LowerTiers:
                 continue
             block = self.disk.take(key, scope)
             if block is None:
+                self._removed([key])
                 break
             lifted += 1
             self.traffic[Tier.DISK].lifted_blocks += 1
             self.traffic[Tier.HOST].store(block)
             if self._events is not None:
                 self._events.add(EventKind.UPDATED, tier=Tier.HOST, keys=(key,))
-            self._push(block)
+            self.put_back(block)
         return lifted
 
     def put_back(self, block: TierBlock) -> None:
-        """A block that was taken and could not be used after all."""
-        self._push(block)
+        """A block that was taken and goes into the host tier (again), or is lost."""
+        if block.key in self._push(block):
+            self._removed([block.key])
 
     def tier_of(self, key: bytes) -> Tier:
         """The tier that a block would be taken from."""

@@ -157,7 +157,7 @@ class CheckedManager:
         if self.eviction_possible or self.policy is not ReusePolicy.PER_CONVERSATION:
             return
         for scope, ends in enumerate(self.published.anonymous_ends):
-            for tokens in ends:
+            for tokens in list(ends)[self.serial % 4 :: 4]:  # each of them every few steps
                 probe = np.array([*tokens, 7], dtype=np.int32)
                 match = self.manager.tree.match(SCOPES[scope].digest(), probe, True)
                 assert match is not None and match.num_tokens == len(tokens)

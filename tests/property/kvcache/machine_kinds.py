@@ -7,7 +7,7 @@ from tests.property.kvcache.actions import Actions
 
 __all__ = ["KINDS", "settings_of"]
 
-ROOM: dict[str, object] = {"pages": 3000, "eviction_possible": False}
+ROOM: dict[str, object] = {"pages": 1500, "eviction_possible": False}
 TURN_AWARE = EvictionPolicyName.TURN_AWARE
 ALL, REQUEST = ReusePolicy.ALL_REUSABLE, ReusePolicy.PER_REQUEST
 

@@ -28,7 +28,7 @@ SHRINK = "KVFERRY_STATE_MACHINE_SHRINK" in os.environ  # shrinking a machine's f
 # of at most 50 steps each, for each machine; fewer where the suite runs for every mutant
 EXAMPLES = int(os.environ.get("KVFERRY_STATE_MACHINE_EXAMPLES", "10"))
 WALK = 500 * EXAMPLES // 10  # steps of a seeded walk, for each machine
-LONG_WALK = 500
+LONG_WALK = 250
 RUN: set[str] = set()  # the kinds that ran to the end in this process
 
 

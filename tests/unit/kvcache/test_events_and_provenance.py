@@ -168,3 +168,39 @@ def test_a_block_that_is_computed_while_a_tier_holds_it(bench):
         if event.kind is EventKind.REMOVED:
             known.difference_update(event.keys)
     assert known == keys_in_tree(b) | set(b.manager.tiers.host._priority)
+
+
+def test_the_origin_of_a_block_that_is_not_published_yet_stays_with_the_sequence(bench):
+    b = bench(policy="all_reusable")
+    cache = b.start(range(12))
+    cache.resize(12)
+    for end, origin in ((4, BlockOrigin.COMPUTED), (6, BlockOrigin.PULLED)):
+        tokens = cache.tokens(cache.num_computed_tokens, end)
+        b.model.compute(cache, tokens)
+        cache.append_computed(tokens, origin=origin)  # of the pulled half block nothing is published yet
+        b.check(cache)
+    b.compute(cache, range(6, 12), end=True)
+    cache.close()
+    found = b.manager.provenance(np.arange(13, dtype=np.int32))
+    assert [(p.first, p.last, p.provenance.origin) for p in found] == [(0, 3, BlockOrigin.COMPUTED)]
+
+
+def test_a_damaged_file_that_is_prefetched_is_told_removed(bench, tmp_path):
+    b = bench(
+        pages=4,
+        policy="per_request",
+        disk_cache_size=1000,
+        disk_cache_path=str(tmp_path),
+        host_cache_size=64,
+        event_buffer_max_size=1000,
+    )
+    for first in (0, 100, 200, 300):
+        b.turn(range(first, first + 16))
+    disk = b.manager.tiers.disk
+    for path in tmp_path.rglob("*.kv"):
+        path.write_bytes(path.read_bytes()[:-1] + b"!")
+    assert b.manager.prefetch(np.arange(17, dtype=np.int32)) == 0
+    here = keys_in_tree(b) | set(b.manager.tiers.host._priority) | set(disk._sizes)
+    assert replayed(b.manager.poll_events()) == here
+    assert b.manager.stats().tiers[1].corrupt_blocks == 1
+    b.manager.close()
