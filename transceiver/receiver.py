@@ -112,15 +112,10 @@ class Pull:
             self.fail(TransferStatus.FAILED, str(error))
 
     def _request(self, groups: tuple[GroupRows, ...]) -> PullRequest:
+        verify, timeout_ms, ticket = int(self._ctx.config.verify), int(self._timeout_s * 1000), self.ticket
         return PullRequest(
-            self.pull_id,
-            self.ticket.transfer_id,
-            self.ticket.token,
-            *self._identity,
-            int(self._ctx.config.verify),
-            int(self._timeout_s * 1000),
-            groups,
-        )
+            self.pull_id, ticket.transfer_id, ticket.token, *self._identity, verify, timeout_ms, groups
+        )  # fmt: skip
 
     def farewell(self) -> tuple[bytes, ...]:
         """What the holder must still hear of a pull that ended before it could ask (nothing if it did ask)."""

@@ -40,6 +40,19 @@ def test_blocks_arrive_byte_for_byte_and_both_sides_say_so() -> None:
         assert p.receiver.links() == {"holder-" + p.receiver.address.rpartition("-")[2]: "inproc"}
 
 
+def test_what_a_transport_has_not_hashed_while_it_copied_is_hashed_on_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transceiver.inproc.InprocLink.copies_itself", True)  # it says so, and does nothing
+    with pair() as p:
+        outcome = p.pull(p.publish()).future.result(5)
+        assert (outcome.status, outcome.segments) == (DONE, 3)  # one read a page, so that each can be hashed apart
+        assert p.same((3, 1, 2), (4, 5, 6))
+        assert (p.receiver.stats().digests_checked, p.receiver.stats().digest_mismatches) == (3, 0)
+        p.receiver_faults.add(Fault(FaultKind.CORRUPT, "get"))
+        damaged = p.pull(p.publish("u")).future.result(5)
+        assert damaged.status is FAILED
+        assert len(damaged.bad_ordinals) == 1
+
+
 def test_only_the_named_ordinals_move() -> None:
     with pair() as p:
         outcome = p.pull(p.publish(pages=(3, 1, 2, 9)), pages=(7, 8), ordinals=(1, 3)).future.result(5)
