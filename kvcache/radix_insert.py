@@ -188,9 +188,9 @@ class _Insertion:
             before = [origin for at, origin in origins if at <= skipped]
             later = [(at - skipped, origin) for at, origin in origins if at > skipped]
             origins = [(0, before[-1]), *later] if before else later
-        blocks = -(-count // block)
-        if origins and origins[-1][0] >= blocks:  # of what the sequence computed behind and did not publish yet
-            origins = [(at, origin) for at, origin in origins if at < blocks]
+        fresh = -(-count // block)
+        if origins and origins[-1][0] >= fresh:  # of what the sequence computed behind and did not publish yet
+            origins = [(at, origin) for at, origin in origins if at < fresh]
         node.add_origins(first, origins)
         if not tree.keep_keys:
             return
