@@ -98,7 +98,9 @@ def run_replay(
             if not first:
                 result.infinite_hit_rate = records[-1]["infinite_hit_rate"]
                 result.belady_hit_rate = records[-1]["belady_hit_rate"]
-            _add_peers(result, arrivals, options, peers, peer_python, console)
+                result.peers = records[-1]["peers"]
+            else:
+                _add_peers(result, arrivals, options, peers, peer_python, console)
             figures = {key: value for key, value in asdict(result).items() if key in _KEYS}
             records.append({"capacity_tokens": size, "policy": policy, "eviction": order.value, **figures})
             table.add_row(*_row(size, order.value, result))
@@ -149,7 +151,8 @@ def _add_peers(
 ) -> None:
     for name in peers:
         try:
-            prompts = prompts_of([request for _, request in arrivals], options.block)
+            fitting = [one for _, one in arrivals if 0 < len(one.blocks) * options.block <= options.capacity_tokens]
+            prompts = prompts_of(fitting, options.block)
             peer = measure_peer(name, prompts, options.block, options.capacity_tokens, python)
         except PeerUnavailable as error:
             console.print(str(error))

@@ -48,7 +48,9 @@ class ReplayOptions:
 
 @dataclass(slots=True)
 class ReplayResult:
-    """Figures of one run; rates are blocks reused / blocks requested."""
+    """Figures of one run; rates are blocks reused / blocks requested, without `skipped` requests: those larger than
+    the whole cache.
+    """
 
     requests: int = 0
     blocks: int = 0
@@ -107,17 +109,19 @@ def replay(
     manager = make_manager(options, lambda: now[0])
     result = ReplayResult(requests=len(arrivals))
     reused_blocks, cpu = 0, 0.0
+    paths: list[NDArray[np.int64]] = []
     prompts = _PromptMaker(options.block)
     budget = make_budget(options, manager)
     for done, (at, request) in enumerate(arrivals):
         now[0] = at
-        result.blocks += len(request.blocks)
         if len(request.blocks) == 0:
             continue
         prompt = prompts.prompt(request)
         began = time.thread_time()
         try:
             reused_blocks += serve(manager, request, prompt, options.block, budget)
+            paths.append(request.blocks)
+            result.blocks += len(request.blocks)
         except NeverFitsError:
             result.skipped += 1
         cpu += time.thread_time() - began
@@ -133,7 +137,6 @@ def replay(
     result.resident_blocks = stats.pools[0].cached
     result.bytes_per_cached_block = stats.index_bytes / max(1, result.resident_blocks)
     if options.with_bounds:
-        paths = [request.blocks for _, request in arrivals]
         result.infinite_hit_rate = infinite_hits(paths) / max(1, result.blocks)
         result.belady_hit_rate = belady_hits(paths, options.capacity_tokens // options.block) / max(1, result.blocks)
     return result

@@ -45,6 +45,9 @@ def main() -> None:
         def free(self, slots: Any) -> None:
             self.left += len(slots)
 
+        def free_segment(self, slots: Any, start_pos: int = 0) -> None:
+            self.left += len(slots)
+
     def one_round() -> tuple[int, int, float]:
         allocator = Allocator()
         cache = RadixCache.create_simulated(mock_allocator=allocator, page_size=block)
