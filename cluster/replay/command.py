@@ -84,7 +84,8 @@ def run_replay(
         raise ReplayCommandError(
             f"{tokens} prompt tokens are too many to hand to a peer (at most {_MOST_PEER_TOKENS}): add --limit ROWS"
         )
-    records, notes = [], []
+    records: list[dict[str, Any]] = []
+    notes: list[str] = []
     table = Table(box=None, padding=(0, 1, 0, 0))
     for name in _COLUMNS:
         table.add_column(name, no_wrap=True, justify="left" if name in _COLUMNS[:2] else "right")
