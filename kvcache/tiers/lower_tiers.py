@@ -105,8 +105,8 @@ class LowerTiers:
         return lost
 
     def _removed(self, keys: Sequence[bytes]) -> None:
-        """Tell that blocks are gone from every tier; some may be on the device again."""
-        gone = tuple(key for key in keys if key not in self._on_device)
+        """Tell that blocks are gone, but for those that another tier or the device has too."""
+        gone = tuple(key for key in keys if key not in self._on_device and key not in self)
         if self._events is not None and gone:
             self._events.add(EventKind.REMOVED, keys=gone)
 
