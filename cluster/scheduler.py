@@ -238,8 +238,7 @@ class Scheduler:
         cache = sequence.cache
         if cache is None or not self._max_suspended_bytes:
             return False
-        layout = self._manager.layout
-        size = sum(len(pages) * layout.page_bytes(group) for group, pages in cache.held_pages().items())
+        size = cache.own_bytes()
         used = sum(s.cache.suspended.nbytes for s in self._waiting if s.cache is not None and s.cache.suspended)
         if not size or used + size > self._max_suspended_bytes:
             return False

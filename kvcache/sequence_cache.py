@@ -200,6 +200,11 @@ class SequenceCache:
             publisher.end_turn(self)
             self._tree.order.turn_ended(self.owner, stop_reason, output_tokens)
 
+    def own_bytes(self) -> int:
+        """Bytes of the pages that this sequence holds one by one: what `suspend` would move."""
+        held, layout = sequence_pages.held_pages(self), self._manager.layout
+        return sum(len(pages) * layout.page_bytes(group) for group, pages in held.items())
+
     def suspend(self) -> int:
         """Move the pages that only this sequence holds to host memory, to make room. Returns the bytes moved. Until
         `resume` only `close` is allowed. Matched blocks stay where they are.
