@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 import statistics
@@ -52,43 +53,51 @@ def run_transfer_bench(
 
 
 def _same_host(rounds: int, with_ray: bool, peer_python: Path | None, report: Report) -> list[BenchRow]:
-    """Digests off: a copy, NIXL, ucx_perftest and Ray's store beside it."""
+    """Digests off: a copy and NIXL beside every case, then ucx_perftest and Ray's store beside the first.
+
+    The last two start processes, which empties caches and keeps the machine busy: they come after everything else.
+    """
     report("contiguous, scattered and runs, digests off")
     rows = []
     with contextlib.ExitStack() as stack:
-        store = stack.enter_context(ray_store()) if with_ray else None
         page_peers: dict[str, Peer] = {}
         try:
             page_peers["nixl"] = stack.enter_context(open_nixl(64 << 10, 4096, peer_python)).read
         except NixlUnavailable as error:
             report(f"unavailable: {error}")
-        if store is None:
-            report("unavailable: Ray's object store")
-
-        def perftest(mine: Pages, theirs: Pages) -> float | None:
-            rate = perftest_bandwidth(64 * MIB)
-            return 64 * MIB / rate if rate else None
-
-        def ray(mine: Pages, theirs: Pages) -> float | None:
-            return 64 * MIB / store(64 * MIB) if store else None
-
-        for threads in (2, 1):
-            link = stack.enter_context(BenchLink("64K", 4096, {"verify": False, "copy_threads": threads}))
-            note, peers = ("", page_peers) if threads == 2 else (", one thread", {})
-            for name, run, goal in (
-                ("contiguous 64 MiB", 1024, 0.95), ("1,024 scattered 64 KiB pages", 1, 0.7), ("runs of 1 MiB", 16, 1.0),
-            ):  # fmt: skip
-                measured = link.measure(Shape(1024, run), rounds, peers)
-                row = _row(name + note, measured, goal if threads == 2 else None)
-                if threads == 2 and run == 1024:
-                    # These start processes, which empties caches: in rounds of their own.
-                    beside = link.measure(Shape(1024, run), rounds, {"perftest": perftest, "ray": ray})
-                    row = _row(name, measured, goal, beside)
-                rows.append(row)
-            if threads == 2:
-                many = max(rounds, _HANDOFF_ROUNDS)
-                rows.append(_overhead(link.measure(Shape(8, 8), many), "hand-off of 8 blocks, digests off"))
+        links = {
+            threads: stack.enter_context(BenchLink("64K", 4096, {"verify": False, "copy_threads": threads}))
+            for threads in (2, 1)
+        }
+        for name, run, goal in (
+            ("contiguous 64 MiB", 1024, 0.95), ("1,024 scattered 64 KiB pages", 1, 0.7), ("runs of 1 MiB", 16, 1.0),
+        ):  # fmt: skip
+            rows.append(_row(name, links[2].measure(Shape(1024, run), rounds, page_peers), goal))
+            rows.append(_row(f"{name}, one thread", links[1].measure(Shape(1024, run), rounds), None))
+        many = max(rounds, _HANDOFF_ROUNDS)
+        rows.append(_overhead(links[2].measure(Shape(8, 8), many), "hand-off of 8 blocks, digests off"))
+        report("ucx_perftest and Ray's object store")
+        peers = _process_peers(stack, with_ray, report)
+        beside = links[2].measure(Shape(1024, 1024), rounds, peers)
+        rows[0] = dataclasses.replace(
+            rows[0], vs_ucx_perftest=beside.over("perftest"), vs_ray=beside.over("ray"), load=os.getloadavg()[0]
+        )
     return rows
+
+
+def _process_peers(stack: contextlib.ExitStack, with_ray: bool, report: Report) -> dict[str, Peer]:
+    store = stack.enter_context(ray_store()) if with_ray else None
+    if store is None:
+        report("unavailable: Ray's object store")
+
+    def perftest(mine: Pages, theirs: Pages) -> float | None:
+        rate = perftest_bandwidth(64 * MIB)
+        return 64 * MIB / rate if rate else None
+
+    def ray(mine: Pages, theirs: Pages) -> float | None:
+        return 64 * MIB / store(64 * MIB) if store else None
+
+    return {"perftest": perftest, "ray": ray}
 
 
 def _digests(rounds: int) -> list[BenchRow]:
@@ -123,10 +132,9 @@ def _between_hosts(rounds: int) -> BenchRow:
     )  # fmt: skip
 
 
-def _row(case: str, measured: Measured, goal: float | None, beside: Measured | None = None) -> BenchRow:
+def _row(case: str, measured: Measured, goal: float | None) -> BenchRow:
     return BenchRow(
         case, measured.transport, r=measured.r, vs_nixl=measured.over("nixl"),
-        vs_ucx_perftest=beside.over("perftest") if beside else None, vs_ray=beside.over("ray") if beside else None,
         gbytes_per_s=measured.rate / 1e9, rounds=len(measured.data),
         milliseconds=statistics.median(measured.data) * 1e3, load=os.getloadavg()[0],
         goal=f"r >= {goal}" if goal else "", met=measured.r >= goal if goal else None,
