@@ -93,6 +93,8 @@ class _Collector:
         yield in_flight
         yield from self._fleet()
         yield from self._pools()
+        yield from self._life_cycles()
+        yield from self._tiers()
         yield from self._links()
         for metric in _WORKER_METRICS:
             kind = CounterMetricFamily if metric.is_counter else GaugeMetricFamily
@@ -125,6 +127,41 @@ class _Collector:
                 page_bytes.add_metric(who, pool.page_bytes)
         yield pages
         yield page_bytes
+
+    def _life_cycles(self) -> Iterator[Metric]:
+        labels = ["role", "worker", "life_cycle"]
+        blocks = CounterMetricFamily(
+            "kvferry_kv_cache_blocks", "Blocks of requests by what became of them", labels=[*labels, "outcome"]
+        )
+        evicted = CounterMetricFamily(
+            "kvferry_kv_cache_evicted_pages", "Pages given up, by reason", labels=[*labels, "reason"]
+        )
+        for stats in self._workers:
+            for cycle in stats.cache.life_cycles:
+                who = [stats.info.role, stats.info.worker_id, f"{cycle.group}:{cycle.kind}"]
+                for outcome in ("reused_full", "reused_partial", "missed", "answers"):
+                    blocks.add_metric([*who, outcome], getattr(cycle, outcome))
+                for reason, count in cycle.evictions.items():
+                    evicted.add_metric([*who, reason], count)
+        yield blocks
+        yield evicted
+
+    def _tiers(self) -> Iterator[Metric]:
+        labels = ["role", "worker", "tier"]
+        held = GaugeMetricFamily("kvferry_kv_cache_tier_blocks", "Blocks in a lower tier", labels=labels)
+        moved = CounterMetricFamily(
+            "kvferry_kv_cache_tier_moved_blocks", "Blocks by what happened to them in a tier", labels=[*labels, "event"]
+        )
+        for stats in self._workers:
+            for now in stats.cache.lower_tiers:
+                held.add_metric([stats.info.role, stats.info.worker_id, now.tier], now.blocks)
+            for tier in stats.cache.tiers:
+                for event in ("stored", "onboarded", "lifted", "dropped", "corrupt"):
+                    moved.add_metric(
+                        [stats.info.role, stats.info.worker_id, tier.tier, event], getattr(tier, f"{event}_blocks")
+                    )
+        yield held
+        yield moved
 
     def _links(self) -> Iterator[Metric]:
         labels = ["role", "worker", "peer", "transport", "detail"]
