@@ -22,7 +22,7 @@ __all__ = ["find_fault"]
 
 def find_fault(manager: KvCacheManager) -> str | None:
     """The first broken invariant in words, or None."""
-    return _tree_fault(manager) or _pool_fault(manager) or _plan_fault(manager)
+    return _tree_fault(manager) or _pool_fault(manager) or _lock_fault(manager) or _plan_fault(manager)
 
 
 def _tree_fault(manager: KvCacheManager) -> str | None:
@@ -112,6 +112,21 @@ def _pool_fault(manager: KvCacheManager) -> str | None:
         free = np.bincount(pool.free_list(), minlength=pool.num_pages)
         if not np.array_equal(free == 1, ~(pool.in_tree | (refs > 0))) or free.max(initial=0) > 1:
             return f"life cycle {group}: free + held + cached pages are not all pages"
+    return None
+
+
+def _lock_fault(manager: KvCacheManager) -> str | None:
+    """Whoever holds a full-attention page of the tree has locked it too: eviction looks at the locks only."""
+    tree, shape = manager.tree, manager.tree.shape
+    above = {node for anchor in tree.locks for node in path(anchor.node) if node is not anchor.node}
+    for node in tree.nodes():
+        if node in above:
+            continue
+        locked = -(-max((anchor.offset for anchor in node.locks), default=0) // shape.block)
+        for row in shape.full_rows:
+            pages = node.rows(node.num_blocks(shape.block))[row, locked:]
+            if manager.pools[shape.attention[row]].refs[pages].any():
+                return f"an evictable block of life cycle {shape.attention[row]} has a page that somebody holds"
     return None
 
 

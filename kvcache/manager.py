@@ -39,7 +39,7 @@ from kvcache.radix_path import block_provenance
 from kvcache.radix_tree import RadixTree
 from kvcache.reuse_scope import ReuseScope
 from kvcache.sequence_cache import SequenceCache
-from kvcache.sequence_pages import own_everything
+from kvcache.sequence_pages import own_everything, stay
 from kvcache.stats import CacheStats, collect_stats
 from kvcache.storage.page_storage import PageStorage
 from kvcache.tier_setup import set_up_tiers
@@ -99,6 +99,7 @@ class KvCacheManager:
             )
         self.no_rows: NDArray[np.int32] = np.zeros((len(self.tree.shape.attention), 0), dtype=np.int32)
         self._sequences: dict[int, SequenceCache] = {}
+        self.cleared: set[SequenceCache] = set()  # open, and `clear` took blocks of theirs out of the tree
         self._guard = PoisonGuard()
         self.room = PageRoom(self.tree)
         self.pins = PeerPins(self.tree, self._guard, config.max_peer_pins)
@@ -212,9 +213,12 @@ class KvCacheManager:
                 self.ledger.clear()
             if self.tiers is not None:
                 self.tiers.clear()
-            for sequence in self._sequences.values():
-                own_everything(sequence)
+            places = [(sequence, own_everything(sequence)) for sequence in self._sequences.values()]
             evict_all(self.tree)
+            for sequence, place in places:
+                if place is not None:
+                    self.cleared.add(sequence)
+                    stay(sequence, *place)
 
     # checks and numbers
 
@@ -273,6 +277,7 @@ class KvCacheManager:
     def forget(self, sequence: SequenceCache) -> None:
         """A sequence was closed."""
         del self._sequences[id(sequence)]
+        self.cleared.discard(sequence)
         if not sequence.turn_ended:
             self.tree.order.turn_ended(sequence.owner, None, None)
         if sequence.conversation is not None and self.ledger is not None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvcache.block_pool import Pages
-from kvcache.radix_node import Anchor
+from kvcache.radix_node import Anchor, RadixNode
+from kvcache.radix_tree import RadixTree
 
 if TYPE_CHECKING:
     from kvcache.peer_pins import PeerPins
@@ -33,6 +34,13 @@ class PagePin:
     def pages(self) -> tuple[Pages, ...]:
         """Pages held one by one, a group each (tree blocks are protected by position instead)."""
         return self._pages
+
+    def lock_at(self, tree: RadixTree, node: RadixNode, offset: int) -> None:
+        """Protect the first `offset` tokens of `node`, and all above, until the release."""
+        if self._lock is None:
+            self._lock = tree.lock(node, offset)
+        else:
+            tree.move_lock(self._lock, node, offset)
 
     def release(self) -> None:
         """Stop holding the pages. Idempotent."""

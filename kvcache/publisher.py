@@ -12,6 +12,7 @@ import numpy as np
 from kvcache.config import ReusePolicy
 from kvcache.drop_handle import DropHandle, plan_drop
 from kvcache.live_range import first_live_block
+from kvcache.other_holders import lock_for_others
 from kvcache.radix_insert import insert
 from kvcache.radix_node import Anchor, RadixNode
 from kvcache.radix_path import locate
@@ -114,6 +115,8 @@ def publish(sequence: SequenceCache, end: int, *, last: bool = False) -> None:
         tree.move_lock(sequence.lock, node, offset)
         sequence.num_committed_tokens = end
         _hand_over(sequence, first, first + known, end // block)
+        if len(sequence._manager.pins) or sequence._manager.cleared:
+            lock_for_others(sequence, first + known, end)
         if sequence._shape.recurrent:
             _snapshot(sequence, node, end, last)
         if sequence._shape.window_rows:

@@ -28,6 +28,7 @@ __all__ = [
     "own_everything",
     "release_stale",
     "source_pages",
+    "stay",
 ]
 
 
@@ -121,12 +122,15 @@ def release_stale(sequence: SequenceCache) -> None:
             pages[held] = -1
 
 
-def own_everything(sequence: SequenceCache) -> None:
-    """Hold matched tree blocks page by page, so that the tree may go (`KvCacheManager.clear`)."""
+def own_everything(sequence: SequenceCache) -> tuple[RadixNode, int] | None:
+    """Hold matched tree blocks page by page, so that the tree may go (`KvCacheManager.clear`). Returns where the
+    sequence stood in the tree if it stands there no more.
+    """
     if sequence.lock is None:
-        return
+        return None
     if sequence.sources:
-        return  # not copied yet: the lock stays, and with it the matched path
+        return None  # not copied yet: the lock stays, and with it the matched path
+    place = sequence.lock.node, sequence.lock.offset
     mine = sequence._origins[0][0] if sequence._origins else sequence.blocks
     matched = block_provenance(sequence.lock.node, sequence.lock.offset, sequence._shape.block)
     sequence._origins[:0] = [(one.first, one.provenance) for one in matched if one.first < mine]
@@ -137,6 +141,28 @@ def own_everything(sequence: SequenceCache) -> None:
     sequence._tree.unlock(sequence.lock)
     sequence.lock = None
     sequence.num_committed_tokens = 0
+    return place
+
+
+def stay(sequence: SequenceCache, node: RadixNode, offset: int) -> None:
+    """Stand at `offset` of `node`, or as far up as there are still blocks, and hold what lies before it by a lock
+    instead of page by page: a page that is held and not locked would be evicted in vain.
+    """
+    while node.parent is not None and not node.alive:
+        node = node.parent
+        offset = node.length
+    offset = min(offset, node.length)
+    if node.parent is None:
+        return
+    shape, tree, end = sequence._shape, sequence._tree, node.start + offset
+    if sequence.lock is None:
+        sequence.lock = tree.lock(node, offset)
+    else:
+        tree.move_lock(sequence.lock, node, offset)
+    owned, sequence.owned_from = sequence.owned_from, end // shape.block
+    sequence.num_committed_tokens = end
+    for row in shape.full_rows:
+        tree.pools[shape.attention[row]].hand_over(sequence.rows[row, owned : sequence.owned_from])
 
 
 def give_back(sequence: SequenceCache) -> None:

@@ -128,7 +128,8 @@ class Actions(CheckedManager):
         """Pages for `size` tokens: exactly what lacks is evicted, superseded blocks first."""
         tree, plain = self.manager.tree, self.manager.tree.shape.plain
         done, need = cache.num_computed_tokens, max(0, -(-size // self.block) - cache.blocks)
-        lack, before = max(0, *(pool.lacking(need) for pool in self.manager.pools)), tree.evictions.by_reason()
+        lack = max(0, *(pool.lacking(need) for pool in self.manager.pools)) if need else 0  # above a new budget
+        before = tree.evictions.by_reason()
         first = [n for n in tree.nodes() if n.superseded and not n.children and not n.locks]
         try:
             cache.resize(size, history=history)
@@ -136,7 +137,7 @@ class Actions(CheckedManager):
             assert cache.num_computed_tokens <= done
             return False
         gone = {reason: count - before[reason] for reason, count in tree.evictions.by_reason().items()}
-        if plain and cache.num_computed_tokens == done and not self.pins:  # a pinned page is not free when evicted
+        if plain and cache.num_computed_tokens == done:
             assert gone["capacity"] + gone["superseded"] == lack
         if plain and gone["capacity"]:
             assert not any(node.alive for node in first), "a block was evicted before a superseded one"
