@@ -18,6 +18,8 @@ from kvcache import KvCacheManager, NeverFitsError, OutOfPagesError, ReuseScope,
 
 __all__ = ["ScheduledStep", "Scheduler", "SchedulerStats", "SequenceEvent"]
 
+_PREFETCH_BLOCKS = 4  # lifted from disk in one step
+
 
 @dataclass(frozen=True, slots=True)
 class SequenceEvent:
@@ -70,7 +72,11 @@ class Scheduler:
     ) -> None:
         self._manager = manager
         self._max_suspended_bytes = max_suspended_bytes
-        self._prefetches = manager.config.disk_cache_size > 0
+        self._prefetch_most = 0
+        if manager.config.disk_cache_size:
+            layout = manager.layout
+            block_bytes = sum(layout.page_bytes(group) for group in range(len(layout.groups)))
+            self._prefetch_most = manager.config.host_cache_size // block_bytes
         self._max_batch_size = max_batch_size
         self._max_num_tokens = max_num_tokens
         self._chunked = enable_chunked_prefill
@@ -97,7 +103,8 @@ class Scheduler:
         """Plan the next step: decodes first, then prefill chunks in order of arrival, within the token budget.
 
         Retires sequences that were asked to stop, admits waiting ones, and preempts the youngest running sequence
-        when pages run out. Returns None when there is nothing to compute now. Never blocks.
+        when pages run out. Returns None when there is nothing to compute now. Waits for nobody; with a disk tier it
+        reads a few files.
         """
         self._retire_stopped()
         budget = self._max_num_tokens
@@ -183,7 +190,7 @@ class Scheduler:
         tokens = self._chunk(sequence.num_uncomputed, budget)
         while tokens:
             try:
-                sequence.cache.resize(sequence.cache.num_computed_tokens + tokens)
+                sequence.cache.resize(max(sequence.cache.num_computed_tokens + tokens, sequence.reserved_tokens))
                 return tokens
             except NeverFitsError as error:
                 self._running.remove(sequence)
@@ -206,7 +213,7 @@ class Scheduler:
                 tokens = self._chunk(sequence.num_uncomputed, budget)
                 if not tokens:
                     return None
-                sequence.cache.resize(sequence.cache.num_computed_tokens + tokens)
+                sequence.cache.resize(max(sequence.cache.num_computed_tokens + tokens, sequence.reserved_tokens))
                 sequence.note_reuse()
                 return min(tokens, sequence.num_uncomputed)
             except NeverFitsError as error:
@@ -218,13 +225,18 @@ class Scheduler:
 
     def _make_room(self, sequence: Sequence, scheduled: list[tuple[Sequence, int]]) -> bool:
         """Take the pages of the youngest other sequence, to suspend it or compute it again. False for want of one."""
-        for victim in reversed(self._waiting):
-            if victim.cache is not None and victim is not sequence:
+        waiting = [one for one in reversed(self._waiting) if one.cache is not None and one is not sequence]
+        for victim in waiting:
+            if victim.cache is not None and victim.cache.suspended is None:
                 self.stats.preemptions += 1
                 victim.close_cache()
                 return True
         victim = self._running[-1] if self._running else sequence
         if victim is sequence or any(victim is other for other, _ in scheduled):
+            if len(self._running) <= 1 and waiting:  # suspended: they hold the path that they matched, nothing else
+                self.stats.preemptions += 1
+                waiting[0].close_cache()
+                return True
             return False
         self.stats.preemptions += 1
         self._running.remove(victim)
@@ -264,12 +276,17 @@ class Scheduler:
         return sequence.cache is None
 
     def _prefetch_next(self) -> None:
-        """Have the blocks of the next waiting prompt lifted from disk, while others compute."""
-        for sequence in self._waiting if self._prefetches else ():
-            if sequence.cache is None and not sequence.prefetched:
-                sequence.prefetched = True
-                self._manager.prefetch(sequence.token_ids(), ReuseScope(cache_salt=sequence.request.cache_salt))
-                return
+        """Have a few blocks of the next waiting prompt lifted from disk, while others compute: no more of it than host
+        memory holds, or it would push out what it has just lifted.
+        """
+        for sequence in self._waiting if self._prefetch_most else ():
+            most = min(_PREFETCH_BLOCKS, self._prefetch_most - sequence.prefetched_blocks)
+            if sequence.cache is not None or most <= 0:
+                continue
+            scope = ReuseScope(cache_salt=sequence.request.cache_salt)
+            lifted = self._manager.prefetch(sequence.token_ids(), scope, most=most)
+            sequence.prefetched_blocks += lifted if lifted == most else self._prefetch_most  # or there are no more
+            return
 
     def _retire_stopped(self) -> None:
         for sequence in [s for s in self.sequences() if s.stop_requested is not None]:

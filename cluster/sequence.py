@@ -43,7 +43,8 @@ class Sequence:
         self.num_prompt_tokens = len(known) - 1 if prefilled else len(known)
         self.num_reused_tokens: int | None = cache.num_reused_tokens if cache is not None else None
         self.stop_requested: FinishReason | None = None
-        self.prefetched = False
+        self.prefetched_blocks = 0
+        self.reserved_tokens = 0  # capacity that must stay, whatever the next step needs
         self._ends = frozenset(request.sampling.stop_token_ids)
         if not request.sampling.ignore_eos:
             self._ends |= eos_token_ids
@@ -112,6 +113,7 @@ class Sequence:
 
     def close_cache(self) -> None:
         """Give every page back. Idempotent."""
+        self.reserved_tokens = 0
         if self.cache is not None:
             self.cache.close()
             self.cache = None

@@ -7,6 +7,7 @@ sequence holds page by page moves.
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -55,27 +56,30 @@ def take_out(sequence: SequenceCache) -> SuspendedPages:
 
 
 def bring_back(sequence: SequenceCache, suspended: SuspendedPages) -> bool:
-    """Allocate and fill pages again. False, with nothing changed, for want of pages or above `max_util_for_resume`.
+    """Allocate and fill pages again. False, with nothing changed or looked at, for want of pages or above
+    `max_util_for_resume`.
     Raises SuspendedSequenceError when the content in host memory is not what it was.
     """
     manager = sequence._manager
-    need = dict.fromkeys(range(len(manager.pools)), 0)
-    for group, _, _, raw, crc in suspended.parts:
-        if zlib.crc32(raw) != crc:
-            raise SuspendedSequenceError(
-                f"request {sequence.request_id}: content of a suspended page was lost, close it and compute it again"
-            )
-        need[group] += 1
+    need = Counter(group for group, *_ in suspended.parts)
     for group, count in need.items():
         pool = manager.pools[group]
         held = int(np.count_nonzero(pool.refs > 0))
         if count and held + count > manager.config.max_util_for_resume * pool.budget:
             return False
-    if not manager.room.try_reserve(need):
+    if not manager.room.try_reserve({group: need[group] for group in range(len(manager.pools))}):
         return False
-    for group, row, ordinal, raw, _ in suspended.parts:
-        page = int(manager.pools[group].allocate(1)[0])
-        manager.storage.page(page, group)[:] = raw
+    filled: list[int] = []
+    for group, _, _, raw, crc in suspended.parts:
+        filled.append(int(manager.pools[group].allocate(1)[0]))
+        manager.storage.page(filled[-1], group)[:] = raw
+        if zlib.crc32(raw) != crc:
+            for page, part in zip(filled, suspended.parts, strict=False):
+                manager.pools[part[0]].release(np.array([page], dtype=np.int32))
+            raise SuspendedSequenceError(
+                f"request {sequence.request_id}: content of a suspended page was lost, close it and compute it again"
+            )
+    for page, (group, row, ordinal, _, _) in zip(filled, suspended.parts, strict=True):
         if row < 0:
             sequence.state_pages[group] = page
         else:

@@ -17,9 +17,11 @@ def set_up_tiers(
     config: KvCacheConfig, tree: RadixTree, storage: PageStorage, clock: Callable[[], float]
 ) -> LowerTiers | None:
     """The tiers, which `tree` knows from now on, or None. Raises what a storage without host memory raises."""
-    if not config.enable_block_reuse or not (config.host_cache_size or config.disk_cache_size):
+    if not (config.host_cache_size or config.disk_cache_size):
         return None
-    storage.page(0)  # lower tiers copy through host memory: a storage that cannot says so here
+    storage.page(0)  # lower tiers and suspension copy through host memory: a storage that cannot says so here
+    if not config.enable_block_reuse:
+        return None
     disk = None
     if config.disk_cache_size and config.disk_cache_path is not None:
         disk = DiskTier(Path(config.disk_cache_path), config.disk_cache_size, clock)

@@ -139,10 +139,12 @@ class LowerTiers:
             self._removed([key])
         return block
 
-    def lift(self, keys: Sequence[bytes], scope: bytes) -> int:
-        """Bring blocks from disk into host memory before they are needed. Returns how many."""
+    def lift(self, keys: Sequence[bytes], scope: bytes, most: int | None = None) -> int:
+        """Bring blocks, `most` at a time, from disk into host memory before they are needed. Returns how many."""
         lifted = 0
         for key in keys:
+            if lifted == most:
+                break
             if self.disk is None or key not in self.disk:
                 continue
             block = self.disk.take(key, scope)

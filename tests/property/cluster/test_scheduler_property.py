@@ -191,11 +191,28 @@ def test_a_waiting_prompt_is_lifted_from_disk_before_its_turn(tmp_path: Path):
     engine.scheduler.add(queued)
     while queued.cache is None:
         engine.step()
-        if queued.prefetched:
+        if queued.prefetched_blocks:
             break
-    assert queued.prefetched
+    assert queued.prefetched_blocks
     while engine.scheduler.has_work:
         engine.step()
     assert (queued.num_reused_tokens or 0) > 0
     engine.manager.close()
+    engine.storage.close()
+
+
+def test_what_is_suspended_is_given_up_only_when_nothing_else_makes_room():
+    """Four prompts of 5 pages stay locked, so that 12 pages are left for 4 answers of 5: nobody needs to be dropped."""
+    engine = Engine(32, ReusePolicy.PER_REQUEST, max_num_tokens=32, max_suspended_bytes=10**9)
+    for index in range(4):
+        engine.scheduler.add(engine.sequence(f"s{index}", np.full(20, index + 1, np.int32), 20))
+    given_up = 0
+    while engine.scheduler.has_work:
+        before = {s.request_id for s in engine.scheduler.sequences() if s.cache is not None and s.cache.suspended}
+        engine.step()
+        engine.manager.check_integrity()
+        given_up += sum(s.request_id in before and s.cache is None for s in engine.scheduler.sequences())
+    assert engine.scheduler.stats.suspensions > 1
+    assert given_up == 0
+    assert engine.scheduler.stats.computed_tokens == 4 * (20 + 19)
     engine.storage.close()
