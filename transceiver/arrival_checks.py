@@ -47,18 +47,26 @@ class ArrivalChecks:
     def generation_reads(self) -> list[tuple[int, ReadBatch]]:
         """Per group the read that brings the generation numbers of all pages that were read."""
         reads = []
-        for group in np.unique(self._rows.group[self._rows.remote >= 0]).tolist():
-            pages = self._rows.remote[(self._rows.group == group) & (self._rows.remote >= 0)]
+        for group, rows in self._read_rows():
+            pages = self._rows.remote[rows]
             low, high = int(pages.min()), int(pages.max()) + 1
             numbers = np.zeros(high - low, np.uint64)
             self._numbers[group] = (low, numbers)
             reads.append((group, ReadBatch.single(numbers.ctypes.data, low * 8, numbers.nbytes)))
         return reads
 
+    def _read_rows(self) -> list[tuple[int, NDArray[np.int64]]]:
+        """Per group the rows that the holder has."""
+        held, only = np.flatnonzero(self._rows.remote >= 0), self._rows.only_group
+        if only is not None:
+            return [(only, held)] if len(held) else []
+        groups = self._rows.group[held]
+        return [(group, held[groups == group]) for group in np.unique(groups).tolist()]
+
     def stale(self) -> NDArray[np.int64]:
         """Rows whose page was given out anew since the grant."""
         bad = [np.empty(0, np.int64)]
-        for group, (low, numbers) in self._numbers.items():
-            rows = np.flatnonzero((self._rows.group == group) & (self._rows.remote >= 0))
+        for group, rows in self._read_rows():
+            low, numbers = self._numbers[group]
             bad.append(rows[numbers[self._rows.remote[rows] - low] != self._rows.generation[rows]])
         return np.concatenate(bad)

@@ -7,6 +7,7 @@ no thread can write for it any more.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections import deque
@@ -19,6 +20,7 @@ from transceiver.transport import LandingRead, ReadBatch
 
 __all__ = ["CmaCopies", "CmaCopy"]
 
+_log = logging.getLogger(__name__)
 _PIECE_BYTES = 2 << 20
 _WORKED_PIECE_BYTES = 1 << 20  # stays in the cache between the copy and the work
 _WAKE_BYTES = 768 << 10  # less than this is done before a helper has woken up
@@ -84,10 +86,17 @@ class CmaCopies:
             self._open.append(copy)
         if (nbytes >= _WAKE_BYTES or len(self._open) > 1) and self._calls.qsize() < self._helpers:
             if len(self._threads) < self._helpers:
-                name = f"kvferry-copy-{len(self._threads)}"
-                self._threads.append(threading.Thread(target=self._help, name=name, daemon=True))
-                self._threads[-1].start()
+                self._start_helper()
             self._calls.put(True)
+
+    def _start_helper(self) -> None:
+        thread = threading.Thread(target=self._help, name=f"kvferry-copy-{len(self._threads)}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # no more threads to be had: the loop copies by itself
+            _log.warning("no helper for copies could be started: %s", error)
+        else:
+            self._threads.append(thread)
 
     def step(self) -> bool:
         """Copy one piece here; False when there is none."""

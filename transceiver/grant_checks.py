@@ -28,9 +28,11 @@ def grant_problem(rows: Rows, message: Grant, num_pages: Sequence[int]) -> str |
     if _outside(rows, message):
         return "rows that were not asked for"
     granted = message.rows
-    if len(np.unique(granted)) != len(granted) or bool((rows.remote[granted] != UNKNOWN_PAGE).any()):
+    if len(set(granted.tolist())) != len(granted) or bool((rows.remote[granted] != UNKNOWN_PAGE).any()):
         return "a row twice"
-    limits = np.asarray(num_pages, np.int64)[rows.group[granted]]
-    if bool(((message.pages < -1) | (message.pages >= limits)).any()):
+    if not len(granted):
+        return None
+    limits = num_pages[rows.only_group] if rows.only_group is not None else np.asarray(num_pages)[rows.group[granted]]
+    if int(message.pages.min()) < -1 or bool((message.pages >= limits).any()):
         return "pages outside its pool"
     return None

@@ -76,6 +76,9 @@ class InprocLink:
         assert isinstance(remote, _Region)
         self.owner.start_get(self, batch, remote.address, token)
 
+    def read_now(self, batch: ReadBatch, remote: RemoteRegion) -> bool:
+        return False
+
     def trust(self) -> None:
         """Nothing to do: messages are handed over, not read from a stream."""
 

@@ -45,7 +45,10 @@ class NixlRemoteRegion:
 
 @dataclass(slots=True, eq=False)
 class NixlRead:
-    """A batch under way. `scratch` is the registration made for it alone, if there is one."""
+    """A batch under way. `scratch` is the registration made for it alone, if there is one.
+
+    `held`: it has failed, but NIXL does not let its handle go.
+    """
 
     link: NixlLink
     token: object
@@ -53,6 +56,7 @@ class NixlRead:
     state: str
     scratch: Any = None
     error: str | None = None
+    held: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -92,6 +96,9 @@ class NixlLink:
             raise LinkClosedError(f"the link to {self.peer} is closed")
         assert isinstance(remote, NixlRemoteRegion)
         self.owner.start_get(self, batch, remote, region, token)
+
+    def read_now(self, batch: ReadBatch, remote: RemoteRegion) -> bool:
+        return False
 
     def trust(self) -> None:
         self.control.trust()

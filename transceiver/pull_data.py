@@ -146,18 +146,20 @@ class PullData:
         return True
 
     def read_generations(self) -> bool:
-        """Start reading the holder's generation numbers; False when there is nothing to wait for."""
-        peer = self._peer
-        reads = self._checks.generation_reads()
-        for group, batch in reads:
+        """Read the holder's generation numbers, now or later; False when there is nothing to wait for."""
+        peer, waiting = self._peer, False
+        for group, batch in self._checks.generation_reads():
             assert peer is not None
+            if peer.link.read_now(batch, peer.generations(group)):
+                continue
+            waiting = True
             try:
                 peer.link.get(batch, peer.generations(group), None, Read(self._pull, None))
             except (LinkClosedError, TransceiverError) as error:
                 self._pull.fail(TransferStatus.FAILED, str(error))
                 return True
             self.reads += 1
-        return bool(reads)
+        return waiting
 
     def on_read(self, segment: Segment | None, error: str | None, *, wanted: bool) -> None:
         """A read ended. `wanted`: the transfer is still alive, so what arrived counts."""

@@ -35,6 +35,7 @@ class Rows:
     page: NDArray[np.int32]
     remote: NDArray[np.int32]
     generation: NDArray[np.uint64]
+    only_group: int | None = None  # when all rows are of one
 
     def __len__(self) -> int:
         return len(self.group)
@@ -43,6 +44,7 @@ class Rows:
     def wanted(tables: Sequence[BlockTable]) -> Rows:
         """The blocks of `tables`, one after the other; nothing is known of the holder's pages yet."""
         empty = np.empty(0, np.int32)
+        groups = {table.group for table in tables if len(table)}
         count = sum(len(table) for table in tables)
         return Rows(
             np.concatenate([empty, *(np.full(len(table), table.group, np.int32) for table in tables)]),
@@ -51,6 +53,7 @@ class Rows:
             np.concatenate([empty, *(table.pages for table in tables)]),
             np.full(count, UNKNOWN_PAGE, np.int32),
             np.zeros(count, np.uint64),
+            groups.pop() if len(groups) == 1 else None,
         )
 
 
@@ -94,9 +97,10 @@ def plan_segments(
     Fragments of at least `direct_bytes` are read straight into place, and into device memory all of them.
     `by_row`: pages alike are read one by one, not in runs, so that each can be worked on when it is there.
     """
-    which = which[np.lexsort((rows.remote[which], rows.group[which]))]
-    for group in np.unique(rows.group[which]).tolist():
-        mine = which[rows.group[which] == group]
+    only = rows.only_group
+    which = which[np.argsort(rows.remote[which]) if only is not None else _by_group(rows, which)]
+    for group in [only] if only is not None and len(which) else np.unique(rows.group[which]).tolist():
+        mine = which if only is not None else which[rows.group[which] == group]
         part = parts[group]
         if part is None:
             yield from _whole_pages(rows, mine, storage, group, max_bytes, by_row)
@@ -107,6 +111,10 @@ def plan_segments(
             yield from _fragments(rows, mine, storage, group, part, max_bytes)
         else:
             yield from _staged(rows, mine, group, part, remote_page_bytes[group])
+
+
+def _by_group(rows: Rows, which: NDArray[np.int64]) -> NDArray[np.int64]:
+    return np.lexsort((rows.remote[which], rows.group[which]))
 
 
 def _runs(adjacent: NDArray[np.bool_]) -> NDArray[np.int64]:

@@ -111,6 +111,10 @@ class Link(Protocol):
         """
         ...
 
+    def read_now(self, batch: ReadBatch, remote: RemoteRegion) -> bool:
+        """Read a few bytes into host memory before this returns. False, nothing read, where only `get` can do it."""
+        ...
+
     def trust(self) -> None:
         """The peer has proved the secret: larger messages than those of the handshake may come."""
         ...

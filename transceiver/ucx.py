@@ -272,17 +272,25 @@ class UcxTransport:
             self._wake_fd = -1
         if self._epoll is None:
             return
+        try:
+            self._cut_all()
+        finally:  # whatever happens: no thread may copy into memory that is freed
+            self.copies.close()
+            self._epoll.close()
+            self._epoll = None
+            self._listener = None
+            for fabric in self._fabrics:
+                fabric.close()
+            self._fabrics.clear()
+
+    def _cut_all(self) -> None:
         limit = time.monotonic() + _FLUSH_S
         while any(link.sends for link in self._links.values()) and time.monotonic() < limit:
             self._progress()
             for link in list(self._links.values()):
                 self._complete(link)
         for link in list(self._links.values()):
-            self.drop(link, None)
-        self.copies.close()
-        self._epoll.close()
-        self._epoll = None
-        self._listener = None
-        for fabric in self._fabrics:
-            fabric.close()
-        self._fabrics.clear()
+            try:
+                self.drop(link, None)
+            except Exception:  # the others are dropped all the same
+                _log.exception("the link to %s could not be dropped", link.peer)

@@ -117,11 +117,22 @@ class UcxLink:
         assert isinstance(remote, UcxRemoteRegion)
         read = PendingRead(token, self)
         if self.cma is not None and kernel_may_copy(remote.device, self.owner.device_of(region)):
+            copy = CmaCopy(self.cma, batch, remote.address, token, read)
             self.copies.add(read)
-            self.owner.copies.add(CmaCopy(self.cma, batch, remote.address, token, read), int(batch.nbytes.sum()))
+            self.owner.copies.add(copy, int(batch.nbytes.sum()))
             return
         self._issue(read, batch, remote, region)
         self.reads.append(read)
+
+    def read_now(self, batch: ReadBatch, remote: RemoteRegion) -> bool:
+        assert isinstance(remote, UcxRemoteRegion)
+        if not self.open or self.cma is None or not kernel_may_copy(remote.device, HOST):
+            return False
+        try:
+            self.cma.read(batch.local, batch.offset + np.uint64(remote.address), batch.nbytes)
+        except OSError:  # `get` will say what is wrong
+            return False
+        return True
 
     def _issue(self, read: PendingRead, batch: ReadBatch, remote: UcxRemoteRegion, region: int | None) -> None:
         """Hand a batch to UCX. Raises TransceiverError when nothing was started."""

@@ -174,3 +174,18 @@ def test_pieces_cover_every_byte_once() -> None:
         (0, 5, 2 * MIB), (2 * MIB, 2 * MIB + 5, 2 * MIB), (4 * MIB, 4 * MIB + 5, MIB + 1), (10 * MIB, 20 * MIB, 100),
     ]  # fmt: skip
     assert [plan.call(piece)[4] for piece in range(plan.pieces)] == [2 * MIB, 2 * MIB, MIB + 101]
+
+
+def test_without_more_threads_the_loop_copies_alone(
+    copies: CmaCopies, source: NDArray[np.uint8], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    target = np.zeros_like(source)
+    copies.add(
+        CmaCopy(CmaReader(os.getpid()), batch_of(target, 4, np.arange(4)), source.ctypes.data, None, 0), 32 * MIB
+    )
+    assert drive(copies, 1)[0].error is None
+    assert (target == source).all()
