@@ -13,6 +13,7 @@ import socket
 from collections import deque
 
 from transceiver.errors import LinkClosedError
+from transceiver.host_port import resolve
 from transceiver.wire import MAX_MESSAGE_BYTES
 
 __all__ = ["MAX_UNPROVEN_FRAME", "ControlSocket"]
@@ -38,8 +39,11 @@ class ControlSocket:
 
     @staticmethod
     def connect(host: str, port: int) -> ControlSocket:
-        """Start connecting; failures show in `broken` later. Blocks for the name's look-up only. Raises OSError."""
-        family, kind, proto, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        """Start connecting; failures show in `broken` later. Raises OSError.
+
+        Blocks only for the look-up of a host that is no numeric address, and at most as long as `resolve` does.
+        """
+        family, kind, proto, _, target = resolve(host, port)
         connection = socket.socket(family, kind | socket.SOCK_CLOEXEC, proto)
         try:
             connection.setblocking(False)

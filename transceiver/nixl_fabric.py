@@ -102,8 +102,12 @@ class NixlFabric:
 
     def start(
         self, link: NixlLink, batch: ReadBatch, remote: NixlRemoteRegion, region: int | None, token: object
-    ) -> None:
-        """Start a batch of reads. Raises TransceiverError when nothing was started."""
+    ) -> NixlRead:
+        """Start a batch of reads; it is in `reads` from before NIXL may write until `turn` has returned it.
+
+        Raises TransceiverError when nothing was started. A start that NIXL breaks off may have begun: that one is kept,
+        with its `error`.
+        """
         memory, device = ("DRAM", 0) if region is None else self._regions[region - 1]
         scratch = None
         try:
@@ -115,13 +119,25 @@ class NixlFabric:
                 "READ", self._rows(batch.local, batch.nbytes, memory, device),
                 self._rows(source, batch.nbytes, remote.memory, remote.device), remote.agent, b"", [_PLUGIN],
             )  # fmt: skip
-            state = self._agent.transfer(handle)
         except Exception as error:
             self._unregister(scratch)
             raise TransceiverError(f"cannot read from {link.peer}: {error!r}") from error
+        read = NixlRead(link, token, handle, "PROC", scratch)
+        self.reads.append(read)
+        try:
+            read.state = self._agent.transfer(handle)
+        except Exception as error:
+            read.error = f"cannot read from {link.peer}: {error!r}"
+            return read
         if link.transport == "nixl":
-            link.transport = f"nixl/{self._agent.query_xfer_backend(handle).lower()}"
-        self.reads.append(NixlRead(link, token, handle, state, scratch))
+            self._name_transport(link, handle)
+        return read
+
+    def _name_transport(self, link: NixlLink, handle: Any) -> None:
+        try:
+            link.transport = f"nixl/{str(self._agent.query_xfer_backend(handle)).lower()}"
+        except Exception as error:  # a label only; the read is under way
+            _log.debug("NIXL does not say what moves the bytes from %s: %r", link.peer, error)
 
     def _rows(self, address: NDArray[np.uint64], nbytes: NDArray[np.uint64], memory: str, device: int) -> Any:
         return self._agent.get_xfer_descs(
@@ -138,15 +154,23 @@ class NixlFabric:
     def turn(self) -> list[NixlRead]:
         """Let NIXL move things on; returns the reads that have ended, with `error` set where they failed."""
         self._agent.get_new_notifs([_PLUGIN])
-        ended = [read for read in self.reads if self._over(read)]
+        ended = [read for read in self.reads if self._over(read) and self._released(read)]
         for read in ended:
             self.reads.remove(read)
-            try:
-                self._agent.release_xfer_handle(read.handle)
-            except Exception as error:
-                _log.warning("NIXL does not release a finished read from %s: %r", read.link.peer, error)
             self._unregister(read.scratch)
         return ended
+
+    def _released(self, read: NixlRead) -> bool:
+        """Give a handle back. False for a failed read that NIXL holds on to: parts of it may be under way still."""
+        try:
+            self._agent.release_xfer_handle(read.handle)
+        except Exception as error:
+            if not read.held:
+                _log.warning("NIXL does not release a read from %s: %r", read.link.peer, error)
+            read.held = read.error is not None
+        else:
+            read.held = False
+        return not read.held
 
     def _over(self, read: NixlRead) -> bool:
         if read.state == "PROC":

@@ -7,6 +7,7 @@ Everything here runs in the transceiver's loop thread.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import secrets
@@ -33,6 +34,8 @@ _IDLE_S = 0.05  # between turns while nothing does
 _WORKED_S = 50e-6  # a turn that took longer has moved something
 _DRAIN_S = 1.0  # on a cut link: how long its reads may take to end
 _FLUSH_S = 0.2
+_ACCEPT_PAUSE_S = 0.5  # without descriptors or memory for a connection: nobody is let in for so long
+_SHORT_OF = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class NixlTransport:
@@ -51,6 +54,7 @@ class NixlTransport:
         self._wake_lock = threading.Lock()
         self._epoll: select.epoll | None = None
         self._listener: socket.socket | None = None
+        self._accept_at: float | None = None  # while no connections are taken: when the next one may be
         self._open = False
         self.fabric: NixlFabric
         self.handler: TransportHandler
@@ -114,12 +118,14 @@ class NixlTransport:
     def start_get(
         self, link: NixlLink, batch: ReadBatch, remote: NixlRemoteRegion, region: int | None, token: object
     ) -> None:
-        """Start a batch of reads. Raises LinkClosedError when nothing was started: the link is given up."""
+        """Start a batch of reads. Raises LinkClosedError when nothing was started; any failure gives the link up."""
         try:
-            self.fabric.start(link, batch, remote, region, token)
+            read = self.fabric.start(link, batch, remote, region, token)
         except TransceiverError as error:
             self.fail(link)
             raise LinkClosedError(str(error)) from error
+        if read.error is not None:
+            self.fail(link)
         self._stir()
 
     # --- the loop ------------------------------------------------------------------------------------------------
@@ -128,6 +134,7 @@ class NixlTransport:
         deadline = time.monotonic() + timeout_s
         while True:
             began = time.monotonic()
+            self._listen_again(began)
             woken = self._sockets(self._wait(deadline - began))
             busy = self._turn() | self._deliver_losses()
             if woken or busy or time.monotonic() >= deadline:
@@ -138,6 +145,8 @@ class NixlTransport:
         assert self._epoll is not None
         if self._lost:
             return self._epoll.poll(0)
+        if self._accept_at is not None:
+            left = min(left, max(0.0, self._accept_at - time.monotonic()))
         if not self.fabric.reads and (not self._links or time.monotonic() > self._busy_until):
             return self._epoll.poll(max(0.0, min(left, _IDLE_S) if self._links else left))
         events = self._epoll.poll(0)
@@ -168,13 +177,23 @@ class NixlTransport:
         return busy
 
     def _accept(self) -> None:
-        assert self._listener is not None
+        assert self._listener is not None and self._epoll is not None
         try:
             connection, peer = self._listener.accept()
         except OSError as error:  # the peer left between its knock and our answer, or descriptors ran out
             _log.warning("a connection could not be accepted: %s", error)
+            if error.errno in _SHORT_OF:  # it keeps knocking, which would wake every poll
+                self._epoll.unregister(self._listener.fileno())
+                self._accept_at = time.monotonic() + _ACCEPT_PAUSE_S
             return
         self.handler.on_accept(self._adopt(ControlSocket(connection, connected=True), f"client-{peer[0]}:{peer[1]}"))
+
+    def _listen_again(self, now: float) -> None:
+        """Take connections again after a shortage."""
+        if self._accept_at is not None and now >= self._accept_at:
+            assert self._listener is not None and self._epoll is not None
+            self._accept_at = None
+            self._epoll.register(self._listener.fileno(), select.EPOLLIN)
 
     def _turn(self) -> bool:
         """Let NIXL move things on and deliver reads that have ended. True when one has."""
@@ -235,19 +254,27 @@ class NixlTransport:
             if self._wake_fd >= 0:
                 os.close(self._wake_fd)
             self._wake_fd = -1
-        if self._epoll is not None:
-            limit = time.monotonic() + _FLUSH_S
-            while any(link.control.waiting for link in self._links.values()) and time.monotonic() < limit:
-                for link in self._links.values():
-                    link.control.on_ready()
-                time.sleep(_PAUSE_S[1])
-            for link in list(self._links.values()):
+        try:
+            self._cut_all()
+        finally:  # whatever happens: NIXL must not write into memory that is freed
+            if self._epoll is not None:
+                self._epoll.close()
+                self._epoll = None
+            if self._listener is not None:
+                self._listener.close()
+                self._listener = None
+            if self._open:
+                self._open = False
+                self.fabric.close()
+
+    def _cut_all(self) -> None:
+        limit = time.monotonic() + _FLUSH_S
+        while any(link.control.waiting for link in self._links.values()) and time.monotonic() < limit:
+            for link in self._links.values():
+                link.control.on_ready()
+            time.sleep(_PAUSE_S[1])
+        for link in list(self._links.values()):
+            try:
                 self.drop(link, None)
-            self._epoll.close()
-            self._epoll = None
-        if self._listener is not None:
-            self._listener.close()
-            self._listener = None
-        if self._open:
-            self._open = False
-            self.fabric.close()
+            except Exception:  # the others are dropped all the same
+                _log.exception("the link to %s could not be dropped", link.peer)
