@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TextIO
 
 from cluster.doctor.finding import Finding, Verdict
 from transceiver import CacheTransceiverConfig, TransceiverBackend
 
 __all__ = ["check_link", "check_live_links", "live_links_in"]
 
+_PROBE = ("-m", "cluster.doctor.link_probe")
 _TIMEOUT_S = 60.0
 _LINE = re.compile(r"^kvferry_link_(bytes|transfers)_total\{([^}]*)\} (\S+)$", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
@@ -51,28 +55,46 @@ def _judge(subject: str, config: CacheTransceiverConfig, answer: dict[str, Any])
 
 
 def _trial(config_json: str, environment: dict[str, str] | None) -> dict[str, Any]:
-    command = [sys.executable, "-m", "cluster.doctor.link_probe"]
-    holder = subprocess.Popen(
-        [*command, "hold", config_json], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    )
-    try:
-        assert holder.stdout is not None and holder.stderr is not None
-        ticket = holder.stdout.readline()  # ends with the process, which ends by itself
-        if not ticket:
-            raise ValueError(_last_line(holder.stderr.read()))
-        done = subprocess.run(
-            [*command, "pull", config_json, ticket], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False,
-            env=environment,
-        )  # fmt: skip
-        if done.returncode:
-            raise ValueError(_last_line(done.stderr))
-        answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        holder.communicate(timeout=_TIMEOUT_S)
-        return answer
-    finally:
-        if holder.poll() is None:
-            holder.kill()
+    with tempfile.TemporaryFile("w+") as said:  # a pipe that nobody reads would stop the holder
+        holder = subprocess.Popen(
+            [*_command(), "hold", config_json], stdout=subprocess.PIPE, stderr=said, text=True, env=environment
+        )
+        try:
+            return _pull_from(holder, said, config_json, environment)
+        finally:
+            if holder.poll() is None:
+                holder.kill()
             holder.communicate()
+
+
+def _command() -> list[str]:
+    return [sys.executable, *_PROBE]
+
+
+def _pull_from(
+    holder: subprocess.Popen[str], said: TextIO, config_json: str, environment: dict[str, str] | None
+) -> dict[str, Any]:
+    """Start the other end and let it pull. Raises ValueError and SubprocessError, also for ends that say nothing."""
+    assert holder.stdout is not None
+    deadline = threading.Timer(_TIMEOUT_S, holder.kill)  # which ends `readline`
+    deadline.start()
+    ticket = holder.stdout.readline()
+    deadline.cancel()
+    if not ticket:
+        code = holder.wait(_TIMEOUT_S)
+        if code == -signal.SIGKILL:
+            raise ValueError(f"the holding end offered nothing within {_TIMEOUT_S:g} s")
+        said.seek(0)
+        raise ValueError(_last_line(said.read()))
+    done = subprocess.run(
+        [*_command(), "pull", config_json, ticket], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False,
+        env=environment,
+    )  # fmt: skip
+    if done.returncode:
+        raise ValueError(_last_line(done.stderr))
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    holder.communicate(timeout=_TIMEOUT_S)
+    return answer
 
 
 def _last_line(text: str) -> str:

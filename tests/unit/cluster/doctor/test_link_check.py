@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
@@ -49,6 +51,26 @@ def test_a_fabric_that_cannot_start_is_a_finding() -> None:
     (finding,) = check_link(config)
     assert finding.verdict is Verdict.FAIL
     assert ("kvferry[nixl]" if backend is TransceiverBackend.NIXL else "UCX cannot start") in finding.detail
+
+
+def test_an_end_that_says_nothing_is_a_finding_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.doctor.link_check._PROBE", ("-c", "import time; time.sleep(300)"))
+    monkeypatch.setattr("cluster.doctor.link_check._TIMEOUT_S", 0.3)
+    began = time.monotonic()
+    (finding,) = check_link(CONFIG)
+    assert time.monotonic() - began < 60
+    assert (finding.verdict, "offered nothing within 0.3 s" in finding.detail) == (Verdict.FAIL, True)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("offers", [True, False])
+def test_an_end_may_say_more_than_a_pipe_holds(offers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    talk = "import sys; sys.stderr.write('warning\\n' * 100_000); sys.stderr.write('the last word\\n'); "
+    answer = f"print({json.dumps(ANSWER)!r})" if offers else "sys.exit(1)"
+    monkeypatch.setattr("cluster.doctor.link_check._PROBE", ("-c", talk + answer))
+    (finding,) = check_link(CONFIG)
+    assert finding.verdict is (Verdict.OK if offers else Verdict.FAIL)
+    assert offers or "the last word" in finding.detail
 
 
 def test_inproc_needs_no_trial() -> None:
