@@ -19,7 +19,11 @@ __all__ = ["Publication"]
 
 
 class Publication:
-    """Blocks that a peer may pull. The caller keeps their pages pinned until `future` resolves.
+    """Blocks that a peer may pull. The caller keeps their pages in use until `future` resolves.
+
+    It pins committed blocks. The pages of a grant that still grows belong to the caller's live sequence and are not
+    pinned: a sequence that ends or is preempted gives them up at once. That is safe, not prevented: a page that is
+    given out anew changes its generation number, and the receiver, which reads these numbers after the data, fails.
 
     `future` resolves with DONE when the receiver acknowledged, FAILED when it reported a failure or was lost,
     CANCELLED, or TIMED_OUT when the lease ran out. It never raises for a peer's fault.
@@ -73,7 +77,8 @@ class Publication:
     def extend(self, tables: tuple[BlockTable, ...], *, last: bool) -> None:
         """Publish more blocks of an open-ended grant (`last`: no more will come); any thread, never blocks.
 
-        Order is kept. The pages are pinned by the caller from now on, like the others.
+        Order is kept. The pages stay with the caller's sequence, like those before; if it gives one up meanwhile, the
+        receiver finds the page's generation number changed and fails.
         """
         self._request_extend(self, tables, last)
 

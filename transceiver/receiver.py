@@ -141,8 +141,9 @@ class Pull:
     def try_again(self) -> bool:
         """The link broke. True when the holder had not answered yet: ask again, once, on a new link.
 
-        A link that stood idle may have been cut by anything between the two; if it was the holder that died, the new
-        link fails at once.
+        It helps when the request never reached the holder: a link that stood idle may have been cut by anything between
+        the two. A holder that has read the request ends the grant when it sees the link break, and refuses the second
+        one; if the holder died, the new link fails at once.
         """
         if self._machine.terminal or "grant" in self._marks or self.retries >= _MAX_RETRIES:
             return False

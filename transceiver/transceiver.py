@@ -124,9 +124,11 @@ class CacheTransceiver:
         `receiver` names the only worker that may pull, if it is known: others are refused, and when its link breaks and
         does not come back within connect_timeout_ms the grant ends as FAILED, long before the lease.
 
-        The pages stay the caller's, who keeps them pinned until `Publication.future` resolves, `lease_s` seconds from
-        now at the latest (plus a bounded wait when a receiver is reading). With `open_ended` more blocks follow through
-        `Publication.extend` (needs enable_pipelined_transfer). Raises TransceiverFullError.
+        The pages stay the caller's, who keeps them in use until `Publication.future` resolves, `lease_s` seconds from
+        now at the latest (plus a bounded wait when a receiver is reading): committed blocks by a pin. With `open_ended`
+        more blocks follow through `Publication.extend` (needs enable_pipelined_transfer); their pages are held by the
+        caller's sequence and not pinned, and a pull of one given out anew fails by its generation number. Raises
+        TransceiverFullError.
         """
         self._check_running()
         if open_ended and not self._ctx.config.enable_pipelined_transfer:

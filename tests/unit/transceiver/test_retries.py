@@ -70,6 +70,16 @@ def test_nothing_is_asked_again_once_the_holder_has_answered() -> None:
         assert (outcome.status, outcome.retries) == (FAILED, 0)
 
 
+def test_a_request_that_had_arrived_is_refused_the_second_time() -> None:
+    with pair() as p:
+        assert p.pull(p.publish("warm")).future.result(5).status is DONE
+        p.holder_faults.add(Fault(FaultKind.CUT, "Grant"))
+        publication = p.publish("t")
+        outcome = p.pull(publication).future.result(5)
+        assert (outcome.status, outcome.retries, "refused by the holder" in outcome.reason) == (FAILED, 1, True)
+        assert publication.future.result(5).status is FAILED
+
+
 def test_a_dead_holder_is_an_error_at_once_all_the_same() -> None:
     with pair() as p:
         assert p.pull(p.publish("warm")).future.result(5).status is DONE
