@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kvcache import BlockOrigin, ClosedSequenceError, NeverFitsError, OutOfPagesError, SequenceCache
+from kvcache.block_keys import chain_keys
 from kvcache.tiers import TierBlock
 from tests.property.kvcache.cache_model import SCOPES, Open
 from tests.property.kvcache.checked_manager import MOST_PINS, CheckedManager
@@ -235,8 +236,17 @@ class Actions(CheckedManager):
         elif what == 3 and disk is not None:
             disk.__dict__.pop("_write", None)
         else:
-            scope, tokens = choose.pick(self.published.known[-20:])
+            scope, tokens = choose.pick(self.below() or self.published.known[-20:])
             self.manager.prefetch(np.array([*tokens, 1], dtype=np.int32), SCOPES[scope])
+
+    def below(self) -> list[tuple[int, list[int]]]:
+        """Prompts of which the disk has a block."""
+        tiers, known = self.manager.tiers, self.published.known[-60:]
+        if tiers is None or tiers.disk is None or not len(tiers.disk):
+            return []
+        there = set(tiers.disk._sizes)
+        keys = [chain_keys(SCOPES[s].digest(), np.array(tokens, dtype=np.int32), self.block) for s, tokens in known]
+        return [one for one, blocks in zip(known, keys, strict=True) if there & set(blocks)]
 
     # operations and mistakes
 
