@@ -12,17 +12,17 @@ import itertools
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import msgpack
 
 from kvcache.storage.page_storage import MemoryRegion
 from transceiver import wire
-from transceiver.errors import LinkClosedError, TransceiverError, TransportUnavailableError
+from transceiver.errors import TransceiverError, TransportUnavailableError
+from transceiver.inproc_link import InprocLink
 from transceiver.testing import Fault, FaultInjector, FaultKind
-from transceiver.transport import ReadBatch, RemoteRegion, TransportHandler
+from transceiver.transport import ReadBatch, TransportHandler
 
-__all__ = ["InprocLink", "InprocTransport"]
+__all__ = ["InprocTransport"]
 
 _MESSAGE_NAMES = {
     kind.KIND: kind.__name__
@@ -34,75 +34,6 @@ _MESSAGE_NAMES = {
 _registry: dict[str, InprocTransport] = {}
 _registry_lock = threading.Lock()
 _numbers = itertools.count(1)
-
-
-@dataclass(frozen=True, slots=True)
-class _Region:
-    address: int
-    nbytes: int
-
-
-class InprocLink:
-    """One end of a link between two transports of this process."""
-
-    transport = "inproc"
-    detail = "memory copy in one process"
-    peer_has_ended = False
-    direct_read_bytes = 64 << 10
-    copies_itself = False
-
-    def __init__(self, owner: InprocTransport, peer: str) -> None:
-        self.owner = owner
-        self.peer = peer
-        self.other: InprocLink | None = None
-        self.open = True
-        self.unfinished: set[int] = set()
-        self.held: list[bytes] = []
-
-    def send(self, payload: bytes) -> None:
-        other = self.other
-        if not self.open or other is None:
-            raise LinkClosedError(f"the link to {self.peer} is closed")
-        self.owner.send(self, other, payload)
-
-    def open_region(self, address: int, nbytes: int, key: bytes, device: str = "cpu") -> RemoteRegion:
-        if key != b"inproc":
-            raise TransceiverError("this key is not for the inproc transport")
-        return _Region(address, nbytes)
-
-    def get(self, batch: ReadBatch, remote: RemoteRegion, region: int | None, token: object) -> None:
-        if not self.open:
-            raise LinkClosedError(f"the link to {self.peer} is closed")
-        assert isinstance(remote, _Region)
-        self.owner.start_get(self, batch, remote.address, token)
-
-    def read_now(self, batch: ReadBatch, remote: RemoteRegion) -> bool:
-        return False
-
-    def trust(self) -> None:
-        """Nothing to do: messages are handed over, not read from a stream."""
-
-    def on_peer_process(self, identity: bytes, probe: int) -> bool:
-        """Nothing to learn: the peer is in this process."""
-        return True
-
-    def close(self) -> None:
-        if self.open:
-            self.open = False
-            self.owner.fail_reads(self, "the link was closed")
-            if self.other is not None:
-                self.other.owner.post(self.other.lost_event("the peer closed the link"))
-
-    def lost_event(self, reason: str) -> Callable[[], None]:
-        """What to run in the owner's loop when the other side is gone."""
-
-        def lost() -> None:
-            if self.open:
-                self.open = False
-                self.owner.fail_reads(self, reason)
-                self.owner.handler.on_lost(self, reason)
-
-        return lost
 
 
 class InprocTransport:

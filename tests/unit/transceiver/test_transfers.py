@@ -41,7 +41,7 @@ def test_blocks_arrive_byte_for_byte_and_both_sides_say_so() -> None:
 
 
 def test_what_a_transport_has_not_hashed_while_it_copied_is_hashed_on_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transceiver.inproc.InprocLink.copies_itself", True)  # it says so, and does nothing
+    monkeypatch.setattr("transceiver.inproc_link.InprocLink.copies_itself", True)  # it says so, and does nothing
     with pair() as p:
         outcome = p.pull(p.publish()).future.result(5)
         assert (outcome.status, outcome.segments) == (DONE, 3)  # one read a page, so that each can be hashed apart

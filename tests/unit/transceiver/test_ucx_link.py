@@ -14,7 +14,7 @@ from tests.unit.transceiver.rig import Pair, pair
 from transceiver import CacheTransceiverConfig, TransferStatus
 from transceiver.cma import CmaReader
 from transceiver.cma_copies import CmaCopies
-from transceiver.inproc import InprocLink
+from transceiver.inproc_link import InprocLink
 from transceiver.transport import ReadBatch, RemoteRegion
 from transceiver.ucx import UcxTransport
 from transceiver.ucx_link import UcxLink, UcxRemoteRegion
