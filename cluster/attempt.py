@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from cluster.dispatcher import Dispatcher
-from cluster.errors import EngineFailedError, TransferFailedError
+from cluster.errors import ClusterError, EngineFailedError, TransferFailedError, WorkerLostError
 from cluster.prefix_loans import PrefixLoans
 from cluster.request import EngineRequest, FinishReason
 from cluster.serve_metrics import ServeMetrics
@@ -22,6 +24,8 @@ from cluster.worker_handle import WorkerHandle
 from transceiver import GrantTicket
 
 __all__ = ["Attempt", "AttemptContext"]
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +78,10 @@ class Attempt:
                 await self._decode(generation, None, None)
                 return
             async with dispatcher.worker(WorkerRole.CONTEXT, request) as context:
+                received = False
                 try:
                     if self._is_pipelined():
-                        ticket = await self._prefill_and_receive(context, generation)
+                        ticket, received = await self._prefill_and_receive(context, generation)
                     else:
                         ticket = await self._prefill(context)
                 except asyncio.CancelledError:
@@ -85,7 +90,7 @@ class Attempt:
             if ticket is None:
                 return
             try:
-                await self._decode(generation, context, None if self._is_pipelined() else ticket)
+                await self._decode(generation, context, None if received else ticket)
             except BaseException:
                 await context.give_up(self._engine_request.request_id)
                 raise
@@ -94,25 +99,60 @@ class Attempt:
         limit = self._with.pipeline_from
         return limit is not None and len(self._request.prompt_ids) > limit
 
-    async def _prefill_and_receive(self, context: WorkerHandle, generation: WorkerHandle) -> GrantTicket | None:
-        """`_prefill`, while the generation worker pulls the blocks that are computed already."""
+    async def _prefill_and_receive(
+        self, context: WorkerHandle, generation: WorkerHandle
+    ) -> tuple[GrantTicket | None, bool]:
+        """`_prefill`, while the generation worker pulls the blocks that are computed already. True: it has them all;
+        False: the hand-over ahead came to nothing, and the ticket is as good as an ordinary one.
+        """
         request = self._engine_request
-        receiving = asyncio.ensure_future(generation.receive(request, await context.offer(request)))
+        offering = asyncio.ensure_future(context.offer(request))
+        prefilling = asyncio.ensure_future(self._prefill(context))
+        tasks: list[asyncio.Future[Any]] = [offering, prefilling]
+        received = False
         try:
-            ticket = await self._prefill(context)
-            if ticket is None:  # the answer has ended: nobody decodes
-                return None
-            started = time.monotonic()
-            self._note_transfer(generation, await receiving, time.monotonic() - started)
-            return ticket
+            offered = await _first_of(offering, prefilling)
+            if offered is not None:
+                receiving = asyncio.ensure_future(generation.receive(request, offered))
+                tasks.append(receiving)
+                received = await self._received(generation, receiving, prefilling)
+            ticket = await prefilling
+            received = received and ticket is not None
+            return ticket, received
         except BaseException:
+            received = False
             await context.give_up(request.request_id)
-            ticket = None
             raise
         finally:
-            if ticket is None:
-                await generation.give_up(request.request_id)
-                await asyncio.gather(receiving, return_exceptions=True)
+            if not received:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+                if len(tasks) > 2:
+                    await generation.give_up(request.request_id)
+
+    async def _received(
+        self,
+        generation: WorkerHandle,
+        receiving: asyncio.Future[Admission],
+        prefilling: asyncio.Future[GrantTicket | None],
+    ) -> bool:
+        """Whether the generation worker has the prompt. Raises at once when one of the two workers is lost."""
+        started = time.monotonic()
+        both: set[asyncio.Future[Any]] = {receiving, prefilling}
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if prefilling.done():
+            if await prefilling is None:  # the answer has ended: nobody decodes
+                return False
+            started = time.monotonic()
+        try:
+            self._note_transfer(generation, await receiving, time.monotonic() - started)
+        except WorkerLostError:
+            raise
+        except ClusterError as error:  # no pages in time, or the transfer failed: the prompt is handed over as ever
+            log.info("request %s is not handed over ahead: %s", self._request.request_id, error.message)
+            return False
+        return True
 
     async def _prefers_local_prefill(self, generation: WorkerHandle) -> bool:
         """Conditional disaggregation: the generation side has most of the prompt, the rest is short."""
@@ -233,3 +273,13 @@ class Attempt:
         self._with.turns.keep(record)
         if ticket is not None and generation is not None:  # nobody will fetch it
             self._with.release(generation, turn.request_id)
+
+
+async def _first_of(
+    offering: asyncio.Future[GrantTicket | None], prefilling: asyncio.Future[GrantTicket | None]
+) -> GrantTicket | None:
+    """The offer; None when the prefill ended without one. Raises what the prefill raises."""
+    await asyncio.wait({offering, prefilling}, return_when=asyncio.FIRST_COMPLETED)
+    if prefilling.done():
+        await prefilling
+    return await offering

@@ -128,8 +128,8 @@ class WorkerHandle:
         result: PrefillResult | CacheShortfall = await self._call("prefill", request, loan, expected_tokens)
         return result
 
-    async def offer(self, request: EngineRequest) -> GrantTicket:
-        ticket: GrantTicket = await self._call("offer", request)
+    async def offer(self, request: EngineRequest) -> GrantTicket | None:
+        ticket: GrantTicket | None = await self._call("offer", request)
         return ticket
 
     async def receive(self, request: EngineRequest, ticket: GrantTicket) -> Admission:

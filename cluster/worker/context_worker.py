@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.errors import EngineFailedError, NotReadyError, PromptTooLongError, TransferFailedError
+from cluster.errors import EngineFailedError, NotReadyError, PromptTooLongError
 from cluster.request import EngineRequest, FinishReason, conversation_key
 from cluster.scheduler import SequenceEvent
 from cluster.sequence import Sequence
@@ -44,14 +44,22 @@ class ContextWorker(BaseWorker):
         super().__init__(spec, faults=faults)
         self._backflow = BackflowPolicy()
         self._prefills: dict[str, asyncio.Future[SequenceEvent]] = {}
+        self._offers: dict[str, asyncio.Future[GrantTicket | None]] = {}
 
-    async def offer(self, request: EngineRequest) -> GrantTicket:
-        """Grant a prompt's blocks before they are computed: `prefill` of the same request adds them chunk by chunk.
+    async def offer(self, request: EngineRequest) -> GrantTicket | None:
+        """A grant of a prompt that `prefill`, called after this, computes: its blocks are added chunk by chunk.
 
-        Needs enable_pipelined_transfer. Raises NotReadyError when too many grants are open.
+        Returns when the first chunk stands and there are pages for the whole prompt, so that whoever pulls waits for
+        computing only. None when it does not come to that: then `prefill` ends with an ordinary ticket. Needs
+        enable_pipelined_transfer.
         """
         self._check_engine()
-        return self._grants.open_ended(request)
+        offer: asyncio.Future[GrantTicket | None] = self._loop.create_future()
+        self._offers[request.request_id] = offer
+        try:
+            return await offer
+        finally:
+            self._offers.pop(request.request_id, None)
 
     async def prefill(
         self, request: EngineRequest, loan: PrefixLoan | None = None, expected_tokens: int = 0
@@ -62,7 +70,7 @@ class ContextWorker(BaseWorker):
         expected_tokens  without a loan: with less of the prompt than that in the cache, do nothing and say so
 
         Raises PromptTooLongError when the prompt can never fit, EngineFailedError when the model failed or the
-        request was aborted, TransferFailedError when what was offered of it could not stay.
+        request was aborted.
         """
         self._check_engine()
         started = time.monotonic()
@@ -78,7 +86,7 @@ class ContextWorker(BaseWorker):
                     with self.engine.lock:
                         pulled.cache.close()
                 raise EngineFailedError("the prefill was aborted")
-            offered = self._grants.is_growing(request.request_id)
+            offered = request.request_id in self._offers
             sequence = self._new_sequence(request, decode_limit=1, cache=pulled.cache, reports_chunks=offered)
             event = await self._run(sequence)
             if event.finish_reason not in (FinishReason.HANDOFF, FinishReason.STOP, FinishReason.LENGTH):
@@ -87,6 +95,7 @@ class ContextWorker(BaseWorker):
             ticket = self._finish_prefill(sequence, event.finish_reason)
         finally:
             self._live.end(request.request_id)
+            self._decide_offer(request.request_id, None)
             if self._grants.is_growing(request.request_id):  # it was not computed to its end
                 self._grants.withdraw(request.request_id)
         prompt_tokens = sequence.num_tokens - 1
@@ -140,13 +149,7 @@ class ContextWorker(BaseWorker):
                 if reason is not FinishReason.HANDOFF:
                     return None
                 assert sequence.cache is not None
-                if sequence.reports_chunks:
-                    return self._grants.extend(sequence.request_id, sequence.cache, sequence.num_tokens - 1, last=True)
-                return self._grants.give(sequence.request, sequence.cache, sequence.num_tokens - 1)
-            except NotReadyError as error:
-                if not sequence.reports_chunks:
-                    raise
-                raise TransferFailedError(error.message) from error
+                return self._grant_prompt(sequence, sequence.cache)
             finally:
                 sequence.close_cache()
 
@@ -260,16 +263,41 @@ class ContextWorker(BaseWorker):
         finally:
             self._prefills.pop(sequence.request_id, None)
 
-    def _chunk_computed(self, sequence: Sequence) -> None:
-        """A chunk of a prompt that was offered stands in its pages."""
-        with self.engine.lock:
-            cache = sequence.cache
-            if cache is None or not self._grants.is_growing(sequence.request_id):
-                return
+    def _grant_prompt(self, sequence: Sequence, cache: SequenceCache) -> GrantTicket:
+        """The whole prompt stands: complete the grant that grew with it, or give an ordinary one."""
+        request, num_tokens = sequence.request, sequence.num_tokens - 1
+        if self._grants.is_growing(request.request_id):
             try:
-                self._grants.extend(sequence.request_id, cache, cache.num_computed_tokens, last=False)
+                return self._grants.extend(request.request_id, cache, num_tokens, last=True)
             except NotReadyError as error:
                 log.info("%s", error.message)
+        if sequence.reports_chunks:
+            return self._grants.give_again(request, cache, num_tokens)
+        return self._grants.give(request, cache, num_tokens)
+
+    def _chunk_computed(self, sequence: Sequence) -> None:
+        """A chunk of a prompt stands in its pages: offer the prompt with the first one, then add to the grant."""
+        request_id = sequence.request_id
+        with self.engine.lock:
+            cache = sequence.cache
+            if cache is None or cache.suspended is not None:
+                return
+            try:
+                if request_id in self._offers:
+                    cache.resize(max(sequence.num_tokens, cache.capacity_tokens))
+                    sequence.reserved_tokens = sequence.num_tokens
+                    self._decide_offer(request_id, self._grants.open_ended(sequence.request))
+                if self._grants.is_growing(request_id):
+                    self._grants.extend(request_id, cache, cache.num_computed_tokens, last=False)
+            except (NotReadyError, OutOfPagesError, NeverFitsError) as error:
+                log.info("%s is not handed over ahead: %s", request_id, error)
+                self._decide_offer(request_id, None)
+
+    def _decide_offer(self, request_id: str, ticket: GrantTicket | None) -> None:
+        """Answer `offer`, if it still waits. Idempotent."""
+        offer = self._offers.pop(request_id, None)
+        if offer is not None and not offer.done():
+            offer.set_result(ticket)
 
     def _on_events(self, events: list[SequenceEvent]) -> None:
         for event in events:

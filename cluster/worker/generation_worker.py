@@ -158,9 +158,10 @@ class GenerationWorker(BaseWorker):
         cache = self._received.pop(request_id, None)
         if cache is not None:
             self._live.end(request_id)
-            with self.engine.lock:
-                cache.close()
-            self.engine.wake()
+            if self._broken is None:  # else the whole worker is about to go
+                with self.engine.lock:
+                    cache.close()
+                self.engine.wake()
 
     async def _open_cache(
         self, request: EngineRequest, known: NDArray[np.int32], num_tokens: int, timeout_s: float

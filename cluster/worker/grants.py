@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 from cluster.engine_loop import EngineLoop
@@ -49,6 +50,10 @@ class Grants:
         """Requests with an open grant."""
         return list(self._open)
 
+    def give_again(self, request: EngineRequest, cache: SequenceCache, num_tokens: int) -> GrantTicket:
+        """`give`, after a grant of the same request that has ended early."""
+        return self.give(replace(request, request_id=_whole(request.request_id)), cache, num_tokens)
+
     def give(self, request: EngineRequest, cache: SequenceCache, num_tokens: int) -> GrantTicket:
         """Offer the first `num_tokens` of a sequence to a peer; its pages stay pinned until that is settled.
 
@@ -67,7 +72,9 @@ class Grants:
         return publication.ticket
 
     def open_ended(self, request: EngineRequest) -> GrantTicket:
-        """Begin a grant that `extend` adds blocks to while they are computed. Raises NotReadyError."""
+        """Begin a grant that `extend` adds blocks to while they are computed; until the last ones come the sequence
+        holds its pages, nothing pins them. Raises NotReadyError.
+        """
         ticket = self._publish(request, (), open_ended=True).ticket
         self._growing[request.request_id] = (0, None)
         return ticket
@@ -85,7 +92,12 @@ class Grants:
         """
         layout, publication = self._engine.manager.layout, self._open.get(request_id)
         sent, owner = self._growing.get(request_id, (0, None))
-        if publication is None or cache.suspended is not None or (owner is not None and owner is not cache):
+        if (
+            publication is None
+            or request_id not in self._growing
+            or cache.suspended is not None
+            or (owner is not None and owner is not cache)
+        ):
             self.withdraw(request_id)  # what was granted is gone, or nobody will read it
             raise NotReadyError(f"{self._worker_id}: the grant ended before its prompt was computed")
         end = num_tokens if last else num_tokens - num_tokens % layout.tokens_per_block
@@ -104,9 +116,10 @@ class Grants:
     def withdraw(self, request_id: str) -> None:
         """Nobody will fetch it. Unknown ids are ignored."""
         self._growing.pop(request_id, None)
-        publication = self._open.get(request_id)
-        if publication is not None:
-            publication.cancel()
+        for grant_id in (request_id, _whole(request_id)):
+            publication = self._open.get(grant_id)
+            if publication is not None:
+                publication.cancel()
 
     def withdraw_all(self) -> None:
         """The worker ends."""
@@ -142,8 +155,14 @@ class Grants:
             log.debug("grant of %s: %s %s", request_id, outcome.status, outcome.reason)
         finally:
             self._open.pop(request_id, None)
+            self._growing.pop(request_id, None)
             pin = self._pins.pop(request_id, None)
-            if pin is not None:
+            if pin is not None and self._engine.manager.poison_reason is None:  # else the whole worker is about to go
                 with self._engine.lock:
                     pin.release()
                 self._engine.wake()
+
+
+def _whole(request_id: str) -> str:
+    """The id of a request's second grant."""
+    return f"{request_id}/whole"
