@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import logging
+import math
 import queue
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
@@ -64,13 +65,18 @@ class LoopContext:
         self._timers: list[tuple[float, int, Timer]] = []
         self._order = itertools.count()
 
-    def post(self, action: Callable[[], None]) -> None:
-        """Run `action` in the loop soon. Any thread; never blocks."""
-        self._posted.put(action)
+    def post(self, action: Callable[[], None], failed: Callable[[Exception], None] | None = None) -> None:
+        """Run `action` in the loop soon, and ``failed(error)`` if it raises. Any thread; never blocks.
+
+        Whoever posts what a future waits for gives `failed`: else an error is logged and the future never resolves.
+        """
+        self._posted.put(action if failed is None else lambda: self._guarded(action, failed))
         self.transport.wake()
 
     def after(self, seconds: float, action: Callable[[], None]) -> Timer:
-        """Run `action` in the loop after `seconds`."""
+        """Run `action` in the loop after `seconds`. Raises ValueError for nan, which would break the timers' order."""
+        if math.isnan(seconds):
+            raise ValueError("a timer needs a number of seconds, not nan")
         timer = Timer(action)
         heapq.heappush(self._timers, (self.clock() + seconds, next(self._order), timer))
         return timer
@@ -99,6 +105,13 @@ class LoopContext:
         if not self._posted.empty():
             return 0.0
         return min(1.0, max(0.0, self._timers[0][0] - self.clock())) if self._timers else 1.0
+
+    def _guarded(self, action: Callable[[], None], failed: Callable[[Exception], None]) -> None:
+        try:
+            action()
+        except Exception as error:
+            _log.exception("worker %s: an action of the transceiver's loop failed", self.worker_id)
+            failed(error)
 
     def _run(self, action: Callable[[], None]) -> None:
         try:

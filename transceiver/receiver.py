@@ -110,6 +110,13 @@ class Pull:
             peer.link.send(encode(self._request(groups)))
         except LinkClosedError as error:
             self.fail(TransferStatus.FAILED, str(error))
+        except Exception as error:  # this pull's own trouble: it must neither hang nor cost others their link
+            _log.exception("pull %s could not be asked for", self.ticket.transfer_id)
+            self.break_off(error)
+
+    def break_off(self, error: Exception) -> None:
+        """This side's own code failed: FAILED, and settled when no read is under way."""
+        self.fail(TransferStatus.FAILED, f"internal error: {error!a}")
 
     def _request(self, groups: tuple[GroupRows, ...]) -> PullRequest:
         verify, timeout_ms, ticket = int(self._ctx.config.verify), int(self._timeout_s * 1000), self.ticket
@@ -261,7 +268,7 @@ class Pull:
         if tell and peer is not None:
             try:
                 peer.link.send(encode(Ack(self.pull_id, status.value, reason[:2000], good, self.data.bytes)))
-            except LinkClosedError as error:
+            except Exception as error:  # whatever it is, the future below must resolve
                 _log.debug("acknowledgement not sent: %s", error)
         bad = tuple(zip(self._rows.group[self._bad].tolist(), self._rows.ordinal[self._bad].tolist(), strict=True))
         transport = peer.link.transport if peer is not None else ""

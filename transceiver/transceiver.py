@@ -29,7 +29,7 @@ from transceiver.publication import Publication
 from transceiver.receiver import Pull
 from transceiver.stats import TransceiverStats
 from transceiver.testing import FaultInjector
-from transceiver.transfer_checks import check_tables, conversation_digest, perf_row
+from transceiver.transfer_checks import check_identity, check_seconds, check_tables, conversation_digest, perf_row
 from transceiver.transfer_types import GrantTicket, TransferOutcome, TransferStatus
 from transceiver.wire import RegionInfo
 
@@ -128,9 +128,13 @@ class CacheTransceiver:
         now at the latest (plus a bounded wait when a receiver is reading): committed blocks by a pin. With `open_ended`
         more blocks follow through `Publication.extend` (needs enable_pipelined_transfer); their pages are held by the
         caller's sequence and not pinned, and a pull of one given out anew fails by its generation number. Raises
-        TransceiverFullError.
+        TransceiverFullError, and ValueError (nothing is published) for impossible tables, `scope` or `lease_s`;
+        `Publication.extend` raises it too.
         """
         self._check_running()
+        check_tables(self._ctx.storage, tables)
+        check_identity(transfer_id, scope)
+        lease_s = check_seconds("lease_s", lease_s)
         if open_ended and not self._ctx.config.enable_pipelined_transfer:
             raise ValueError("an open-ended grant needs cache_transceiver_config.enable_pipelined_transfer: true")
         conversation = conversation_digest(conversation_id)
@@ -142,16 +146,14 @@ class CacheTransceiver:
         )  # fmt: skip
         publication = Publication(
             ticket, tables, conversation, scope, lease_s, self._ctx.clock(),
-            lambda p: self._ctx.post(lambda: self._holder.cancel(p)),
-            lambda p, more, last: self._ctx.post(lambda: self._holder.extend(p, more, last=last)), not open_ended,
-            receiver,
+            lambda p: self._ctx.post(lambda: self._holder.cancel(p)), self._extend, not open_ended, receiver,
         )  # fmt: skip
         with self._lock:
             if len(self._open_publications) >= self._ctx.config.max_publications:
                 raise TransceiverFullError("max_publications grants are open: try again later")
             self._open_publications.add(publication)
         publication.future.add_done_callback(lambda _: self._published(publication))
-        self._ctx.post(lambda: self._holder.add(publication))
+        self._ctx.post(lambda: self._holder.add(publication), lambda error: self._withdraw(publication, error))
         return publication
 
     def pull(
@@ -161,11 +163,13 @@ class CacheTransceiver:
         """Read the blocks of `tables` (wanted ordinals, pages of this side that receive them); returns at once.
 
         The pages belong to the transfer until `Pull.settled` resolves. An empty list is legal and releases the holder.
-        `timeout_s` is cut to kv_transfer_timeout_ms. Raises TransceiverFullError, and ValueError for impossible tables.
+        `timeout_s` is cut to kv_transfer_timeout_ms. Raises TransceiverFullError, and ValueError for impossible tables,
+        `scope`, ticket or `timeout_s` (finite, above 0).
         """
         self._check_running()
         check_tables(self._ctx.storage, tables)
-        timeout_s = min(timeout_s, self._ctx.config.kv_transfer_timeout_ms / 1000)
+        check_identity(ticket.transfer_id, scope, ticket.token)
+        timeout_s = min(check_seconds("timeout_s", timeout_s), self._ctx.config.kv_transfer_timeout_ms / 1000)
         pull = Pull(
             self._ctx, next(self._pull_ids), ticket, tables, conversation_digest(conversation_id), scope, timeout_s,
             self._settled,
@@ -174,7 +178,7 @@ class CacheTransceiver:
             if len(self._pulls) >= self._ctx.config.max_pulls:
                 raise TransceiverFullError("max_pulls pulls are open: try again later")
             self._pulls[pull.pull_id] = pull
-        self._ctx.post(lambda: self._begin(pull))
+        self._ctx.post(lambda: self._begin(pull), pull.break_off)
         return pull
 
     def fetch(
@@ -240,6 +244,23 @@ class CacheTransceiver:
         pull.start()
         if not pull.future.done():
             self._peers.attach(pull)
+
+    def _extend(self, publication: Publication, tables: tuple[BlockTable, ...], last: bool) -> None:
+        check_tables(self._ctx.storage, tables)
+        self._ctx.post(
+            lambda: self._holder.extend(publication, tables, last=last),
+            lambda error: self._withdraw(publication, error),
+        )
+
+    def _withdraw(self, publication: Publication, error: Exception) -> None:
+        """The holder's own code failed on this grant: whoever waits for it must hear of an end."""
+        try:
+            self._holder.cancel(publication)
+        except Exception:
+            _log.exception("grant %s could not be withdrawn", publication.transfer_id)
+            if not publication.future.done():
+                outcome = TransferOutcome(TransferStatus.FAILED, f"internal error: {error!a}")
+                publication.future.set_result(outcome)
 
     def _published(self, publication: Publication) -> None:
         with self._lock:

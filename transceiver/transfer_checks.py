@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Mapping
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvcache.block_table import BlockTable
 from kvcache.storage.page_storage import PageStorage
 from transceiver.stats import PerfRow
 from transceiver.transfer_types import GrantTicket, TransferOutcome
 
-__all__ = ["check_tables", "conversation_digest", "perf_row", "phase_seconds"]
+__all__ = ["check_identity", "check_seconds", "check_tables", "conversation_digest", "perf_row", "phase_seconds"]
+
+_FEW_ROWS = 64  # below it a list is checked faster than an array
 
 
 def conversation_digest(conversation_id: str | None) -> bytes:
@@ -23,20 +27,65 @@ def conversation_digest(conversation_id: str | None) -> bytes:
 
 
 def check_tables(storage: PageStorage, tables: tuple[BlockTable, ...]) -> None:
-    """Raises ValueError unless every row names a page of this storage, and no page twice."""
+    """Raises ValueError unless every row names a page of this storage, none twice, and tokens that a block can hold."""
     seen: set[int] = set()
+    most = storage.layout.tokens_per_block
     for table in tables:
-        if not 0 <= table.group < len(storage.layout.groups) or table.group in seen:
-            raise ValueError(f"table of group {table.group}: the layout has no such group, or it is given twice")
-        seen.add(table.group)
+        group = table.group
+        if not 0 <= group < len(storage.layout.groups) or group in seen:
+            raise ValueError(f"table of group {group}: the layout has no such group, or it is given twice")
+        seen.add(group)
         if not len(table):
             continue
-        if int(table.pages.min()) < 0 or int(table.pages.max()) >= storage.num_pages(table.group):
-            raise ValueError(f"table of group {table.group} names a page outside the pool")
-        if len(np.unique(table.pages)) != len(table):
-            raise ValueError(f"table of group {table.group} names one destination page twice")
-        if int(table.ordinals.min()) < 0 or int(table.valid_tokens.min()) < 0:
-            raise ValueError(f"table of group {table.group} has a negative ordinal or token count")
+        for name in ("ordinals", "pages", "generations", "valid_tokens"):
+            if getattr(table, name).dtype.kind not in "iu":
+                raise ValueError(f"table of group {group}: its {name} are not integers")
+        lowest, highest = _span(table.pages)
+        if lowest < 0 or highest >= storage.num_pages(group):
+            raise ValueError(
+                f"table of group {group} names a page outside the pool: {lowest} to {highest} of "
+                f"{storage.num_pages(group)} pages"
+            )
+        if (len(np.unique(table.pages)) if len(table) > _FEW_ROWS else len(set(table.pages.tolist()))) != len(table):
+            raise ValueError(f"table of group {group} names one page twice")
+        lowest, highest = _span(table.valid_tokens)
+        if lowest < 1 or highest > most:
+            raise ValueError(
+                f"table of group {group}: valid_tokens of {lowest} to {highest}, a block holds 1 to {most} tokens"
+            )
+        if int(table.ordinals[0]) < 0:  # they increase
+            raise ValueError(f"table of group {group} has a negative ordinal")
+
+
+def _span(column: NDArray[np.int32]) -> tuple[int, int]:
+    """Smallest and greatest value; `column` is not empty."""
+    if len(column) > _FEW_ROWS:
+        return int(column.min()), int(column.max())
+    values = column.tolist()
+    return min(values), max(values)
+
+
+def check_seconds(name: str, value: object) -> float:
+    """`value` as seconds. Raises ValueError unless it is a finite number above 0."""
+    if isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool):
+        try:
+            seconds = float(value)
+        except OverflowError:
+            seconds = math.inf
+        if 0 < seconds < math.inf:
+            return seconds
+    raise ValueError(f"{name} is {str(value)[:40]!r}: write a finite number of seconds above 0, such as 30.0")
+
+
+def check_identity(transfer_id: object, scope: object, token: object = b"") -> None:
+    """Raises ValueError for what no message can carry: ids and scopes of a wrong type, or too long."""
+    if not isinstance(transfer_id, str) or len(transfer_id) > 256:
+        raise ValueError("transfer_id is not text of at most 256 characters")
+    transfer_id.encode()  # a lone surrogate: UnicodeEncodeError is a ValueError
+    if type(scope) is not bytes or len(scope) > 256:
+        raise ValueError(f"scope is of type {type(scope).__name__}: write at most 256 bytes, such as b'' for no scope")
+    if type(token) is not bytes or len(token) > 64:
+        raise ValueError("the ticket's token is not what publish() made: hand the ticket over as it is")
 
 
 def perf_row(ticket: GrantTicket, outcome: TransferOutcome) -> PerfRow:
