@@ -8,6 +8,7 @@ from __future__ import annotations
 from kvcache.block_table import BlockTable
 from kvcache.config import BlockReuseConfig, EvictionPolicyName, KvCacheConfig, RecurrentStateConfig, ReusePolicy
 from kvcache.errors import (
+    ClosedManagerError,
     ClosedSequenceError,
     CorruptedCacheError,
     DropHandleUsedError,
@@ -41,6 +42,7 @@ __all__ = [
     "BytesPageStorage",
     "CacheStats",
     "CacheTotals",
+    "ClosedManagerError",
     "ClosedSequenceError",
     "CorruptedCacheError",
     "DropHandleUsedError",

@@ -6,6 +6,7 @@ Raised by the `kvcache` package only. A call that raises one of these (bar `Corr
 from __future__ import annotations
 
 __all__ = [
+    "ClosedManagerError",
     "ClosedSequenceError",
     "CorruptedCacheError",
     "DropHandleUsedError",
@@ -48,6 +49,10 @@ class InvalidSizeError(KvCacheError, ValueError):
 
 class UnknownLifeCycleError(KvCacheError, IndexError):
     """A layer group that the layout does not have."""
+
+
+class ClosedManagerError(KvCacheError):
+    """The cache manager was closed: make a new one."""
 
 
 class ClosedSequenceError(KvCacheError):

@@ -127,7 +127,8 @@ class KvCacheManager:
             return self.tiers.lift(keys, digest)
 
     def close(self) -> None:
-        """Remove the files of the disk tier. Sequences must be closed."""
+        """Take no request any more, remove the files of the disk tier. Sequences must be closed. Idempotent."""
+        self._guard.closed = True
         if self.tiers is not None:
             self.tiers.clear()
 
@@ -155,9 +156,10 @@ class KvCacheManager:
     ) -> SequenceCache:
         """Open a request's cache and hold the pages of the longest reusable prefix of ``tokens[:-1]``.
 
-        tokens   int32 (n,), n >= 1, kept without a copy: the caller must not change it. Allocates no page.
+        tokens   int32 (n,), n >= 1, kept without a copy: never change it. Allocates no page. Raises ClosedManagerError.
         """
         with self._guard:
+            self._guard.check_open()
             checked, digest = checked_tokens(tokens), self._digest(scope)
             check_conversation_id(conversation_id)
             conversation = None

@@ -7,23 +7,32 @@ from __future__ import annotations
 
 from types import TracebackType
 
-from kvcache.errors import CorruptedCacheError, KvCacheError
+from kvcache.errors import ClosedManagerError, CorruptedCacheError, KvCacheError
 
 __all__ = ["PoisonGuard"]
 
 
 class PoisonGuard:
-    """Refuses when `reason` is set; anything but a named error inside sets it. Both raise CorruptedCacheError."""
+    """Refuses when `reason` is set; anything but a named error inside sets it. Both raise CorruptedCacheError.
 
-    __slots__ = ("reason",)
+    closed   the manager takes no new request: `check_open` refuses, nothing else does
+    """
+
+    __slots__ = ("closed", "reason")
 
     def __init__(self) -> None:
         self.reason: str | None = None
+        self.closed = False
 
     def check(self) -> None:
         """Raises CorruptedCacheError once the manager is poisoned."""
         if self.reason is not None:
             raise CorruptedCacheError(f"the cache manager is poisoned ({self.reason}): restart the worker")
+
+    def check_open(self) -> None:
+        """Raises ClosedManagerError once the manager is closed."""
+        if self.closed:
+            raise ClosedManagerError("the cache manager was closed: make a new one")
 
     def __enter__(self) -> None:
         if self.reason is not None:

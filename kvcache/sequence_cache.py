@@ -17,19 +17,14 @@ from kvcache.block_pool import Pages
 from kvcache.block_table import BlockTable
 from kvcache.conversation_manager import Conversation
 from kvcache.counters import count_blocks
-from kvcache.errors import (
-    ClosedSequenceError,
-    InvalidSizeError,
-    SuspendedSequenceError,
-    TurnEndedError,
-)
+from kvcache.errors import ClosedSequenceError, InvalidSizeError, SuspendedSequenceError, TurnEndedError
 from kvcache.page_pin import PagePin
 from kvcache.provenance import BlockOrigin, Provenance
 from kvcache.radix_match import Match
 from kvcache.radix_node import Anchor, Rows, Tokens
 from kvcache.suspension import SuspendedPages, bring_back, take_out
 from kvcache.token_buffer import TokenBuffer
-from kvcache.token_ids import checked_tokens
+from kvcache.token_ids import check_turn_end, checked_tokens
 
 if TYPE_CHECKING:
     from kvcache.manager import KvCacheManager
@@ -191,11 +186,14 @@ class SequenceCache:
         """Publish every computed token, the answer's included, and save the conversation's drop plan. Once.
 
         stop_reason, output_tokens   why and after how many tokens the answer ended, for eviction policies that learn
+                                     (at most 64 characters; 0 .. 2^31 - 1). Raises InvalidArgumentError and
+                                     InvalidSizeError, which change nothing.
         """
         with self._guard:
             self.require_open()
             if self.turn_ended:
                 raise TurnEndedError(f"request {self.request_id}: end_turn was already called")
+            check_turn_end(stop_reason, output_tokens)
             self.turn_ended = True
             publisher.end_turn(self)
             self._tree.order.turn_ended(self.owner, stop_reason, output_tokens)

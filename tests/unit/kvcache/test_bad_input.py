@@ -11,9 +11,11 @@ import kvcache
 from kvcache import (
     BlockTable,
     BytesPageStorage,
+    ClosedManagerError,
     ClosedSequenceError,
     CorruptedCacheError,
     DropHandleUsedError,
+    EvictionPolicyName,
     InvalidArgumentError,
     InvalidSizeError,
     InvalidTokensError,
@@ -405,3 +407,41 @@ def test_the_bound_does_not_take_what_the_newcomer_reuses(bench):
     b.turn(range(8), "c")
     assert b.turn([*range(8), 50], "new") == 8
     assert b.manager.stats().tracked_conversations == 1
+
+
+WRONG_ENDS = {
+    "a number as reason": (5, 1, InvalidArgumentError, "stop reason is a text"),
+    "bytes as reason": (b"stop", 1, InvalidArgumentError, "stop reason is a text"),
+    "a long reason": ("x" * 65, 1, InvalidSizeError, "at most 64 characters"),
+    "an endless reason": ("x" * 10**6, 1, InvalidSizeError, "not 1000000"),
+    "a text as tokens": ("stop", "a", InvalidArgumentError, "output_tokens is an integer"),
+    "a fraction": ("stop", 1.5, InvalidArgumentError, "output_tokens is an integer"),
+    "a truth value": ("stop", True, InvalidArgumentError, "output_tokens is an integer"),
+    "negative": ("stop", -1, InvalidSizeError, r"0 \.\. 2"),
+    "2^31": ("stop", 2**31, InvalidSizeError, r"0 \.\. 2"),
+    "10^30": (None, 10**30, InvalidSizeError, r"0 \.\. 2"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG_ENDS)
+@pytest.mark.parametrize("order", EvictionPolicyName)
+def test_a_wrong_end_of_a_turn_ends_nothing(bench, order, kind):
+    reason, tokens, error, match = WRONG_ENDS[kind]
+    b = bench(pages=8, turns=1, eviction_policy=order)
+    cache = b.start(range(8), "c")
+    b.compute(cache, range(8), end=True)
+    refused(b, error, lambda: cache.end_turn(stop_reason=reason, output_tokens=tokens), match)
+    assert not cache.turn_ended
+    cache.end_turn(stop_reason="x" * 64, output_tokens=np.int64(2**31 - 1))  # the largest that may be
+    cache.close()
+    for start in range(100, 180, 16):  # evicts, so that the order is asked
+        b.turn(range(start, start + 16), "d")
+    assert b.probe([*range(164, 180), 1]) == 16
+
+
+def test_a_closed_manager_takes_no_request(bench):
+    b = bench(turns=1)
+    b.turn(range(8), "c")
+    b.manager.close()
+    refused(b, ClosedManagerError, lambda: b.start(range(8), "c"), "was closed: make a new one")
+    assert b.manager.poison_reason is None
