@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from cluster.cli.options import require_peers, require_writable
+
 __all__ = ["bench_app"]
 
 bench_app = typer.Typer(name="bench", no_args_is_help=True, help="Measure this machine.")
@@ -25,6 +27,8 @@ def transfer(
     peer_python: Annotated[Path | None, typer.Option(help="Python that has NIXL installed.")] = None,
 ) -> None:
     """Measure KV transfer between two processes against a memory copy, ucx_perftest, NIXL, Ray and raw sockets."""
+    require_writable(json_file, "--json")
+
     from cluster.bench.transfer import render_rows, run_transfer_bench, write_rows
     from transceiver import TransceiverError
 
@@ -55,6 +59,9 @@ def cache(
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the figures there.")] = None,
 ) -> None:
     """CPU time of match + allocate + commit + free, against vLLM's and SGLang's managers on the same prompts."""
+    require_writable(json_file, "--json")
+    require_peers(peer or ())
+
     from cluster.bench.cache.command import run_cache_bench
     from cluster.replay.trace import TraceError
 

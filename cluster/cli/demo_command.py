@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cluster.cli.options import ConfigOption, SetOption, require_sound
+from cluster.cli.options import ConfigOption, SetOption, require_sound, require_writable
 
 if TYPE_CHECKING:
     from cluster.demo import DemoOptions
@@ -27,12 +27,7 @@ def demo(
 
     Exit status 1 when a token differs or a reuse that must happen did not.
     """
-    import os
-
-    if json_file is not None and not os.access(json_file if json_file.exists() else json_file.parent, os.W_OK):
-        raise typer.BadParameter(
-            f"{json_file} cannot be written: name a file in a folder that can", param_hint="--json"
-        )
+    require_writable(json_file, "--json")
 
     from cluster.demo import DemoOptions
 

@@ -17,7 +17,7 @@ import typer
 if TYPE_CHECKING:
     from cluster.config import ClusterConfig, ModelLimits
 
-__all__ = ["ConfigOption", "SetOption", "load", "require_sound", "setting"]
+__all__ = ["ConfigOption", "SetOption", "load", "require_peers", "require_sound", "require_writable", "setting"]
 
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", "-c", help="The cluster's YAML file. Without it the defaults hold.")
@@ -61,6 +61,35 @@ def require_sound(config: ClusterConfig, *, skip_model: bool = False) -> None:
     problems += check_cluster(config, limits)
     if problems:
         raise ConfigError(problems)
+
+
+def require_writable(file: Path | None, option: str) -> None:
+    """Raises typer.BadParameter (exit status 2) when `file` cannot be written: to be called before a long run."""
+    if file is None:
+        return
+    try:
+        if file.is_dir():
+            why = "is a folder: name a file in it"
+        elif file.exists():
+            why = "" if os.access(file, os.W_OK) else "may not be written: name another file"
+        elif not file.parent.is_dir():
+            why = f"cannot be written, there is no folder {file.parent}: make it, or name a file in one that exists"
+        else:
+            writable = os.access(file.parent, os.W_OK | os.X_OK)
+            why = "" if writable else f"cannot be written, {file.parent} is not yours to write to: name another folder"
+    except (OSError, ValueError) as error:
+        why = f"cannot be written ({error}): name another file"
+    if why:
+        raise typer.BadParameter(f"{file} {why}", param_hint=option)
+
+
+def require_peers(names: Sequence[str]) -> None:
+    """Raises typer.BadParameter (exit status 2) for a name that is no peer of the cache benchmarks."""
+    from cluster.bench.cache.peers import PEERS
+
+    for name in names:
+        if name not in PEERS:
+            raise typer.BadParameter(f"unknown peer {name!r}: use one of {', '.join(PEERS)}", param_hint="--peer")
 
 
 def _limits_of(config: ClusterConfig) -> ModelLimits:

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from cluster.cli.options import require_peers, require_writable
+
 __all__ = ["replay"]
 
 
@@ -35,6 +37,10 @@ def replay(
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Hit rate over capacity.")] = None,
 ) -> None:
     """Print hit rate, bounds, evictions, CPU and memory; one row for each capacity and eviction order."""
+    require_writable(json_file, "--json")
+    require_writable(plot, "--plot")
+    require_peers(peer or ())
+
     from cluster.replay.command import ReplayCommandError, run_replay
 
     try:

@@ -23,6 +23,7 @@ from kvcache import EvictionPolicyName, ReusePolicy
 __all__ = ["ReplayCommandError", "run_replay"]
 
 _COLUMNS = ("capacity", "eviction", "hit", "infinite", "Belady", "ms/req", "us/block", "B/block", "states")
+_LEAST_IN_MILLIONS = 10_000  # tokens: a smaller cache is named by its tokens
 _LIFE_CYCLES = ("full", "swa", "ssm")
 _MOST_PEER_TOKENS = 250_000_000  # every one of them is handed to the peer's process
 _KEYS = (
@@ -107,7 +108,7 @@ def run_replay(
             table.add_row(*_row(size, order.value, result))
             for name, peer in result.peers.items():
                 table.add_row("", name, f"{peer['hit_rate']:.4f}", "", "", "", f"{peer['cpu_us_per_block']:.3f}")
-            notes.append(f"{size / 1e6:g} M, {order.value}: {_evictions(result)}")
+            notes.append(f"{_label(size)}, {order.value}: {_evictions(result)}")
     console.print(table)
     console.print("\n".join(["evicted blocks and states:", *notes]), highlight=False)
     if json_file is not None:
@@ -125,12 +126,16 @@ def _evictions(result: ReplayResult) -> str:
     return reasons + (f"; {result.skipped} requests larger than the cache" if result.skipped else "")
 
 
+def _label(tokens: int) -> str:
+    return f"{tokens / 1e6:g} M" if tokens >= _LEAST_IN_MILLIONS else f"{tokens} tokens"
+
+
 def _row(size: int, order: str, result: ReplayResult) -> list[str]:
     def rate(value: float | None) -> str:
         return "" if value is None else f"{value:.4f}"
 
     return [
-        f"{size / 1e6:g} M",
+        _label(size),
         order,
         rate(result.hit_rate),
         rate(result.infinite_hit_rate),
@@ -156,7 +161,7 @@ def _add_peers(
             prompts = prompts_of(fitting, options.block)
             peer = measure_peer(name, prompts, options.block, options.capacity_tokens, python)
         except PeerUnavailable as error:
-            console.print(str(error))
+            console.print(f"kvferry replay: {error}", markup=False)
             continue
         result.peers[name] = {key: peer[key] for key in ("hit_rate", "cpu_us_per_block")}
 

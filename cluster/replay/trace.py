@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,10 @@ class TraceError(Exception):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TraceRequest:
-    """One request. `blocks` are the global ids of its prompt's full blocks; `time` is in seconds."""
+    """One request. `blocks` are the global ids of its prompt's full blocks; `time` is in seconds.
+
+    Raises ValueError for a stop reason or a number of output tokens that no turn can end with.
+    """
 
     root: str
     conversation: str
@@ -38,6 +42,10 @@ class TraceRequest:
     blocks: NDArray[np.int64]
     api_seconds: float = 0.0
     stop_reason: str | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.stop_reason or "") > 64 or not 0 <= self.output_tokens < 2**31:
+            raise ValueError("a stop reason has at most 64 characters, an output 0 .. 2^31 - 1 tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +116,7 @@ def load_trace(path: Path, limit: int | None = None) -> Trace:
             return _mooncake(path, every)
         if "hash_ids" in first:
             return _raw_hash_ids(path, every)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise TraceError(f"{path}: a row lacks or misspells a field ({error!r})") from error
     raise TraceError(f"{path}: unknown trace format with fields {', '.join(sorted(first))}")
 
@@ -130,7 +138,9 @@ def _rows(path: Path, limit: int | None) -> Iterator[dict[str, Any]]:
                     if not isinstance(row, dict):
                         raise TraceError(f"{path}:{number + 1}: not a JSON object")
                     yield row
-    except (OSError, UnicodeDecodeError, gzip.BadGzipFile) as error:
+    except EOFError as error:
+        raise TraceError(f"{path} ends early: the compressed file was cut off, copy it again") from error
+    except (OSError, UnicodeDecodeError, zlib.error) as error:
         raise TraceError(f"cannot read {path}: {error}") from error
     except json.JSONDecodeError as error:
         raise TraceError(f"{path}: not JSON lines ({error})") from error

@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 import yaml
 
 from cluster.cli import main
+from cluster.cli.options import require_writable
 from cluster.config import load_config
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -73,7 +75,7 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         ["chat", "--max-tokens", "0"],
         ["demo", "--max-tokens", "0"],
         ["doctor", "--json", "--equality"],
-        ["demo", "--set", "model=hash", "--json", "/no/such/folder/x.json"],
+        ["bench", "cache", "--peer", "nobody"],
     ],
 )
 def test_a_wrong_command_line_is_status_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,6 +83,55 @@ def test_a_wrong_command_line_is_status_2(arguments: list[str], capsys: pytest.C
     captured = capsys.readouterr()
     assert captured.err
     assert "Traceback" not in captured.err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["demo", "--set", "model=hash", "--json"],
+        ["replay", "trace.jsonl", "--json"],
+        ["replay", "trace.jsonl", "--plot"],
+        ["bench", "cache", "--json"],
+        ["bench", "transfer", "--json"],
+    ],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_the_run(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(*_: object, **__: object) -> None:
+        pytest.fail("it ran")
+
+    for function in (
+        "cluster.cli.demo_command.perform",
+        "cluster.replay.command.run_replay",
+        "cluster.bench.cache.command.run_cache_bench",
+        "cluster.bench.transfer.run_transfer_bench",
+    ):
+        monkeypatch.setattr(function, run)
+    file = tmp_path / "file"
+    file.write_text("")
+    for path, words in (
+        ("/no/such/folder/x.json", "there is no folder"),
+        (str(file / "x.json"), "there is no folder"),
+        (str(tmp_path), "is a folder"),
+        (str(tmp_path / ("x" * 300)), "cannot be written"),
+    ):
+        assert main([*arguments, path]) == 2
+        error = "".join(capsys.readouterr().err.replace("│", "").split())  # typer breaks lines in a frame
+        assert words.replace(" ", "") in error and arguments[-1] in error
+        assert "Traceback" not in error
+
+
+def test_a_file_in_a_folder_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    present = tmp_path / "present"
+    present.write_text("")
+    for path in (None, present, tmp_path / "new"):
+        require_writable(path, "--json")
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # what root never meets
+    for path in (present, tmp_path / "new"):
+        with pytest.raises(typer.BadParameter, match="name another"):
+            require_writable(path, "--json")
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("command", ["check", "serve", "demo", "doctor"])

@@ -75,6 +75,7 @@ def test_lanes_run_one_conversation_after_another(tmp_path):
         ("", "no request"),
         ("[1]\n", "JSON object"),
         ("{", "not JSON lines"),
+        ('{"b": [], "t": 0, "i": 1e999, "o": 1}', "lacks"),
         ('{"x": 1}', "unknown"),
         ('{"b": [1]}', "lacks"),
     ],
@@ -86,6 +87,51 @@ def test_bad_traces(tmp_path, content, message):
         load_trace(path)
     with pytest.raises(TraceError, match="cannot read"):
         load_trace(tmp_path / "missing.jsonl")
+
+
+def whole_and_gzipped(folder: Path) -> tuple[Path, bytes]:
+    path = weka_file(folder, [row(f"c{k}", float(k), [k * 1000 + 1, 9]) for k in range(200)])
+    return path, gzip.compress(gzip.decompress(path.read_bytes()), mtime=0)  # the header without a name
+
+
+def test_a_compressed_trace_that_was_cut_off(tmp_path):
+    path, content = whole_and_gzipped(tmp_path)
+    for length in (5, 11, len(content) // 2, len(content) - 1):
+        path.write_bytes(content[:length])
+        with pytest.raises(TraceError, match=r"weka\.jsonl\.gz ends early"):
+            load_trace(path)
+        code, text = command(str(path))
+        assert code == 2 and "kvferry replay:" in text and "ends early" in " ".join(text.split())
+
+
+def test_a_compressed_trace_that_is_damaged(tmp_path):
+    path, content = whole_and_gzipped(tmp_path)
+    messages = set()
+    for at in range(10, len(content), max(1, len(content) // 40)):
+        damaged = bytearray(content)
+        damaged[at] ^= 0xFF
+        path.write_bytes(bytes(damaged))
+        with pytest.raises(TraceError, match=r"weka\.jsonl\.gz") as raised:
+            load_trace(path)
+        messages.add(type(raised.value.__cause__).__name__)
+    assert {"error", "BadGzipFile"} & messages  # zlib's own, and its check sum
+    path.write_bytes(content[:10] + bytes([0b111]) + content[11:])  # no kind of block
+    with pytest.raises(TraceError, match=r"cannot read .*invalid block type"):
+        load_trace(path)
+
+
+def test_a_trace_that_is_no_text(tmp_path):
+    for path, opener in ((tmp_path / "t.jsonl", open), (tmp_path / "t.jsonl.gz", gzip.open)):
+        with opener(path, "wb") as out:
+            out.write(b'{"b": "\xff\xfe"}\n')
+        with pytest.raises(TraceError, match=r"cannot read .*utf-8"):
+            load_trace(path)
+
+
+@pytest.mark.parametrize("wrong", [{"s": "x" * 65}, {"o": -1}, {"o": 2**31}])
+def test_a_turn_that_cannot_end_so(tmp_path, wrong):
+    with pytest.raises(TraceError, match="at most 64 characters"):
+        load_trace(weka_file(tmp_path, [row("a", 0.0, [1, 9]) | wrong]))
 
 
 def test_raw_mooncake_and_sessions(tmp_path):
@@ -278,11 +324,21 @@ def test_command_on_sessions_with_all_options(tmp_path):
         (["--life-cycles", "mla"], "full, swa, ssm"),
         (["--conversations", "third"], "all, even, odd"),
         (["--block", "100"], "multiple"),
+        (["--peer", "nobody"], "use one of vllm, sglang"),
     ],
 )
 def test_wrong_arguments_say_what_to_write(tmp_path, arguments, message):
     code, text = command(str(weka_file(tmp_path, [row("a", 0.0, [1, 9])])), *arguments)
     assert code == 2 and message in " ".join(text.split())
+
+
+def test_small_capacities_are_named_by_their_tokens(tmp_path):
+    path = str(weka_file(tmp_path, [row("a", 0.0, [1, 9])]))
+    code, text = command(path, "--block", "64", "--capacity-tokens", "1,9999,10K,2M")
+    assert code == 0, text
+    for label in ("1 tokens, lru", "9999 tokens, lru", "0.01 M, lru", "2 M, lru"):
+        assert f"\n{label}" in text
+    assert "e-0" not in text
 
 
 def test_a_peer_that_is_not_there_is_said_to_be_so(tmp_path):
@@ -291,7 +347,7 @@ def test_a_peer_that_is_not_there_is_said_to_be_so(tmp_path):
         str(weka_file(tmp_path, [row("a", 0.0, [1, 9])])), "--block", "64", "--peer", "vllm",
         "--peer-python", str(tmp_path / "no-python"), "--json", str(figures),
     )  # fmt: skip
-    assert code == 0 and "vllm" in text and json.loads(figures.read_text())["peers"] == {}
+    assert code == 0 and "kvferry replay: vllm" in text and json.loads(figures.read_text())["peers"] == {}
 
 
 def test_too_many_tokens_for_a_peer(tmp_path, monkeypatch):
