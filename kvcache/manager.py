@@ -280,8 +280,7 @@ class KvCacheManager:
         """A sequence was closed."""
         del self._sequences[id(sequence)]
         self.cleared.discard(sequence)
-        if not sequence.turn_ended:
-            self.tree.order.turn_ended(sequence.owner, None, None)
+        self.tree.order.request_closed(sequence.owner)
         if sequence.conversation is not None and self.ledger is not None:
             self.ledger.finish(sequence.conversation, sequence.request_id)
 

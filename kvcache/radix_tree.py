@@ -15,6 +15,7 @@ from kvcache.block_pool import BlockPool
 from kvcache.counters import EvictionCounts
 from kvcache.events import EventKind, EventLog
 from kvcache.eviction.eviction_order import EvictionOrder
+from kvcache.eviction.idle_owner import is_anonymous
 from kvcache.radix_match import Match, TreeShape, walk
 from kvcache.radix_node import Anchor, RadixNode, Rows, Tokens
 from kvcache.radix_path import path_rows
@@ -120,12 +121,16 @@ class RadixTree:
         self.forget_empty_root(anchor.node)
 
     def touch(self, node: RadixNode, owner: str) -> None:
-        """Everything from `node` up was used just now by `owner`."""
+        """Everything from `node` up was used just now by `owner`. A request without a conversation (a loan to a
+        peer, say) takes no run over from one.
+        """
         self.tick += 1
+        anonymous = is_anonymous(owner)
         above: RadixNode | None = node
         while above is not None:
             above.last_used = self.tick
-            above.owner = owner
+            if not anonymous or not above.owner or is_anonymous(above.owner):
+                above.owner = owner
             above = above.parent
 
     # changing runs
@@ -178,6 +183,7 @@ class RadixTree:
             anchor.offset = min(anchor.offset, length)
         if not blocks:
             self._remove(node, parent, key)
+            self.order.removed(node)
             if was_anonymous:
                 parent.anonymous = parent.length
             self.order.offer(parent)

@@ -14,11 +14,16 @@ class EvictionOrder(Protocol):
 
     The tree calls `offer` whenever a run may have become evictable or its place may have changed, and `pop` until it
     has enough pages. A popped run is offered again by the tree if blocks of it are left. An owner is a conversation
-    id, or a name of its own for a request without one; a run's `owner` is the last one that used it.
+    id, or a name of its own for a request without one; a run's `owner` is the last conversation that used it, or the
+    last request when no conversation did.
     """
 
     def offer(self, node: RadixNode) -> None:
         """Consider `node` from now on (again)."""
+        ...
+
+    def removed(self, node: RadixNode) -> None:
+        """`node` left the tree, for whatever reason: nothing of it need be kept."""
         ...
 
     def pop(self) -> RadixNode | None:
@@ -37,6 +42,10 @@ class EvictionOrder(Protocol):
 
     def turn_ended(self, owner: str, stop_reason: str | None, output_tokens: int | None) -> None:
         """A turn of `owner` is over: it waits for its user or its tool from now on."""
+        ...
+
+    def request_closed(self, owner: str) -> None:
+        """A request of `owner` was closed; its turn may go on in another one (a prefill, a loan, a preemption)."""
         ...
 
     def evicted(self, blocks: int) -> None:

@@ -34,6 +34,9 @@ class LruOrder:
             heapq.heapify(self._heap)
             self._compact_at = max(_COMPACT_FROM, 2 * len(self._heap))
 
+    def removed(self, node: RadixNode) -> None:
+        """Its entry goes when it surfaces, or with the next compaction."""
+
     def pop(self, *, superseded_only: bool = False) -> RadixNode | None:
         """The next run, or None."""
         while self._heap:
@@ -64,6 +67,9 @@ class LruOrder:
         """Recency is all that counts here."""
 
     def turn_ended(self, owner: str, stop_reason: str | None, output_tokens: int | None) -> None:
+        """Recency is all that counts here."""
+
+    def request_closed(self, owner: str) -> None:
         """Recency is all that counts here."""
 
     def evicted(self, blocks: int) -> None:

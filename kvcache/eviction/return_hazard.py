@@ -55,7 +55,8 @@ class ReturnHazard:
         return (reason * _SHAPE[1] + gap) * _SHAPE[2] + output
 
     def returned(self, kind: int, gap: float) -> None:
-        """A conversation of class `kind` came back after `gap` seconds."""
+        """A conversation of class `kind` came back after `gap` seconds (0 when a clock that was set back says less)."""
+        gap = max(0.0, gap)
         place = min(_BINS - 1, int(np.searchsorted(_EDGES, gap, side="right")) - 1)
         self._events.reshape(-1, _BINS)[kind, place] += 1
         self._exposure.reshape(-1, _BINS)[kind] += np.clip(gap - _STARTS, 0, _WIDTHS)

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from kvcache import EvictionPolicyName
-from kvcache.eviction import ReturnHazard
+from kvcache.eviction import ReturnHazard, TurnAwareOrder
+from kvcache.eviction.leaf_heap import LeafHeap
+from kvcache.radix_node import RadixNode
 
 
 def worth(hazard: ReturnHazard, kinds: list[int], ages: list[float], patience: float = 5.0) -> list[float]:
@@ -70,6 +72,13 @@ def test_many_stop_reasons_share_the_last_class():
     hazard = ReturnHazard()
     kinds = {hazard.class_of(f"reason{k}", None, None) for k in range(50)}
     assert len(kinds) == 7
+
+
+def test_a_return_before_its_turn_ended_counts_as_at_once():
+    """A clock that was set back."""
+    hazard, kind = taught(("stop", -5.0))
+    same, _ = taught(("stop", 0.0))
+    assert worth(hazard, [kind["stop"]] * 2, [0.0, 3000.0]) == worth(same, [kind["stop"]] * 2, [0.0, 3000.0])
 
 
 def serve(b, now, conversation, tokens, reason, wait):
@@ -158,3 +167,173 @@ def test_oldest_use_takes_nothing_out(bench):
         serve(b, now, "a", [*range(8), 9], "end_turn", 1.0)
         assert order.oldest_use() > first
         b.manager.check_integrity()
+
+
+def worker_turn(b, now, conversation, tokens, reason, *, loan=True):
+    """What a context worker does in a turn: a prefill, a loan to a peer, and later the answer."""
+    cache = b.start(tokens, conversation)
+    b.compute(cache, tokens[cache.num_computed_tokens :], end=True)
+    cache.close()
+    now[0] += 1.0
+    if loan:
+        with b.manager.create("loan", np.array(tokens, dtype=np.int32)):
+            now[0] += 1.0
+    serve(b, now, conversation, [*tokens, 7, 8, 9], reason, 0.0)
+
+
+@pytest.mark.parametrize("loan", [False, True])
+def test_requests_closed_within_a_turn_teach_nothing(bench, loan):
+    now = [0.0]
+    b = bench(pages=24, turns=2, eviction_policy=EvictionPolicyName.TURN_AWARE, clock=lambda: now[0])
+    order = b.manager.tree.order
+    learned = []
+    returned = order._hazard.returned
+    order._hazard.returned = lambda kind, gap: (learned.append((kind, gap)), returned(kind, gap))
+    for k in range(30):
+        worker_turn(b, now, "c", [*range(8 + k % 3)], "stop", loan=loan)
+        assert order.informed
+        ended = now[0]
+        now[0] += 50.0
+        with b.start([*range(1000, 1008)], None) as other:  # and an aborted one
+            b.compute(other, [*range(1000 + other.num_computed_tokens, 1008)], end=True)
+        record = order._owners["c"]
+        assert (record.stop_reason, record.idle_since, record.active, record.away) == ("stop", ended, 0, True)
+    assert {gap for _, gap in learned} == {50.0} and len(learned) == 29
+    assert all(kind >= order._hazard.class_of("stop", None, None) > 0 for kind, _ in learned)
+    assert record.past_gap("stop") == pytest.approx(50.0) and record.past_gap(None) is None
+    assert set(order._owners) == {"c", *(name for name in order._owners if name[0] == "\0")}
+    assert {node.owner for node in b.manager.tree.nodes() if node.parent is not None and node.tokens()[0] == 0} == {"c"}
+
+
+def test_a_turn_that_goes_on_elsewhere_is_as_fresh_as_its_last_request(bench):
+    now = [0.0]
+    b = bench(pages=24, turns=2, eviction_policy=EvictionPolicyName.TURN_AWARE, clock=lambda: now[0])
+    serve(b, now, "c", [*range(8)], "stop", 1000.0)
+    with b.start([*range(8)], "c"):
+        pass
+    now[0] += 2.0
+    record = b.manager.tree.order._owners["c"]
+    assert record.age(now[0]) == 2.0 and record.stop_reason == "stop"
+    serve(b, now, "c", [*range(8)], "stop", 3.0)
+    assert record.age(now[0]) == 3.0
+
+
+@pytest.mark.parametrize("reason", [None, "stop"])
+def test_what_is_remembered_is_bounded(bench, reason):
+    """Requests without a conversation leave nothing behind; of conversations only so many are known."""
+    now = [0.0]
+    b = bench(pages=16, eviction_policy=EvictionPolicyName.TURN_AWARE, clock=lambda: now[0])
+    b.check = lambda *_, **__: None  # else it counts everything again at each step
+    order = b.manager.tree.order
+    for k in range(200):
+        serve(b, now, None, [*range(k * 10, k * 10 + 8)], reason, 1.0)
+        runs = {node for node in b.manager.tree.nodes() if node.parent is not None}
+        assert len(order._owners) <= len(runs) and set(order._homes) <= runs
+        assert {node for record in order._owners.values() for node in record.leaves} <= runs
+    b.manager.check_integrity()
+    b.manager.clear()
+    assert not order._owners and not order._homes
+    for k in range(1500):
+        serve(b, now, f"c{k}", [*range(k * 10, k * 10 + 8)], reason, 100.0)
+        assert len(order._owners) <= 1025
+    b.manager.clear()
+    assert not order._homes and all(not list(record.leaves) for record in order._owners.values())
+
+
+def test_conversations_without_runs_are_bounded_without_a_clock():
+    """Even when time stands still."""
+    order = TurnAwareOrder(lambda: 0.0, 64)
+    most = 0
+    for k in range(100_000):
+        order.request_began(f"c{k}")
+        order.turn_ended(f"c{k}", None, None)
+        order.request_closed(f"c{k}")
+        most = max(most, len(order._owners))
+    assert most <= 32_768
+
+
+def test_a_clock_set_back_is_harmless(bench):
+    now = [10_000.0]
+    b = bench(pages=24, turns=2, eviction_policy=EvictionPolicyName.TURN_AWARE, clock=lambda: now[0])
+    order = b.manager.tree.order
+    for k in range(60):
+        serve(b, now, f"c{k % 5}", [*range(100 * (k % 5), 100 * (k % 5) + 9 + k)], "stop", -100.0)
+        assert 0 < order.turnover_s < 10_000 and order.informed
+        b.manager.check_integrity()
+    assert order._hazard._events.reshape(-1, order._hazard._events.shape[-1])[:, 1:].sum() == 0
+    refreshed = order._refreshed_at
+    serve(b, now, "last", [*range(2000, 2080)], "stop", 0.0)  # evicts, and sees that its ranking is of another time
+    assert order._refreshed_at == now[0] < refreshed + 1
+
+
+class CountedNode(RadixNode):
+    """Counts how often somebody asks when it was last used."""
+
+    looks = 0
+
+    def __getattribute__(self, name):
+        if name == "last_used":
+            CountedNode.looks += 1
+        return super().__getattribute__(name)
+
+
+def leaves(count, kind=RadixNode):
+    root = RadixNode(None, 0, 1)
+    made = [kind(root, 0, 1) for _ in range(count)]
+    for tick, node in enumerate(made):
+        node.last_used, node.owner = tick + 1, "one"
+    return made
+
+
+def looks_to_pop(count):
+    """Everything that one conversation with `count` branches has, one after the other."""
+    order = TurnAwareOrder(lambda: 0.0, count)
+    order.request_began("one")
+    order.turn_ended("one", "stop", 1)
+    order.request_closed("one")
+    made = leaves(count, CountedNode)
+    for node in made:
+        order.offer(node)
+    CountedNode.looks = 0
+    for node in made:
+        assert order.pop() is node
+        node.alive = False
+        order.removed(node)
+    assert order.pop() is None
+    return CountedNode.looks / count
+
+
+def test_popping_a_branch_does_not_look_at_all_others():
+    assert looks_to_pop(2000) < 1.5 * looks_to_pop(100)
+
+
+def test_leaf_heap_gives_the_least_recently_used_whatever_was_used_since():
+    rng = np.random.default_rng(5)
+    nodes, heap, inside = leaves(60), LeafHeap(), set()
+    for tick in range(100, 4000):
+        node = nodes[rng.integers(60)]
+        match rng.integers(4):
+            case 0:
+                heap.add(node)
+                inside.add(node)
+            case 1:
+                heap.discard(node)
+                inside.discard(node)
+            case 2:
+                node.last_used = tick
+            case _:
+                assert heap.oldest() is min(inside, key=lambda one: one.last_used, default=None)
+        assert set(heap) == inside and len(heap) == len(inside)
+        assert len(heap._heap) <= max(17, 2 * len(inside) + 1)
+
+
+def test_leaf_heap_settles_ties_by_who_came_first():
+    nodes, heap = leaves(20), LeafHeap()
+    for node in nodes:
+        node.last_used = 1
+        heap.add(node)
+    order = []
+    while (node := heap.oldest()) is not None:
+        order.append(node)
+        heap.discard(node)
+    assert order == nodes
