@@ -46,7 +46,7 @@ def check_tables(storage: PageStorage, tables: tuple[BlockTable, ...]) -> None:
                 f"table of group {group} names a page outside the pool: {lowest} to {highest} of "
                 f"{storage.num_pages(group)} pages"
             )
-        if (len(np.unique(table.pages)) if len(table) > _FEW_ROWS else len(set(table.pages.tolist()))) != len(table):
+        if _repeats(table.pages):
             raise ValueError(f"table of group {group} names one page twice")
         lowest, highest = _span(table.valid_tokens)
         if lowest < 1 or highest > most:
@@ -63,6 +63,14 @@ def _span(column: NDArray[np.int32]) -> tuple[int, int]:
         return int(column.min()), int(column.max())
     values = column.tolist()
     return min(values), max(values)
+
+
+def _repeats(column: NDArray[np.int32]) -> bool:
+    """True when a value occurs more than once."""
+    if len(column) <= _FEW_ROWS:
+        return len(set(column.tolist())) != len(column)
+    ordered = np.sort(column)  # several times faster than np.unique
+    return bool((ordered[1:] == ordered[:-1]).any())
 
 
 def check_seconds(name: str, value: object) -> float:
