@@ -117,14 +117,14 @@ class KvCacheManager:
             found = max(found, estimate_onboarded(self, self.tiers, checked[:-1], digest))
         return found
 
-    def prefetch(self, tokens: Tokens, scope: ReuseScope = _NO_SCOPE) -> int:
-        """Lift blocks of a queued prompt from disk into host memory. Returns how many. Reads files."""
+    def prefetch(self, tokens: Tokens, scope: ReuseScope = _NO_SCOPE, *, most: int | None = None) -> int:
+        """Lift blocks of a queued prompt, `most` now, from disk into host memory. Returns how many. Reads files."""
         with self._guard:
             checked, digest = checked_tokens(tokens), self._digest(scope)
             if self.tiers is None or len(checked) < 2:
                 return 0
             _, keys = tier_keys(self, self.tiers, checked[:-1], digest)
-            return self.tiers.lift(keys, digest)
+            return self.tiers.lift(keys, digest, most)
 
     def close(self) -> None:
         """Take no request any more, remove the files of the disk tier. Sequences must be closed. Idempotent."""
