@@ -108,6 +108,8 @@ class LlamaRunner:
             return []
         with torch.inference_mode():
             logits = self._model.forward(self._pool, self._rows(plan)).cpu().numpy()
+            if self._model.device.type == "cuda":  # nothing to copy, nothing waited: peers may read this KV next
+                torch.cuda.synchronize(self._model.device)
         wanted = iter(logits)
         return [None if sequence.sampling is None else next(wanted) for sequence in plan.sequences]
 
