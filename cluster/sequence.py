@@ -8,7 +8,17 @@ from numpy.typing import NDArray
 from cluster.request import EngineRequest, FinishReason, conversation_key
 from kvcache import KvCacheManager, ReuseScope, SequenceCache
 
-__all__ = ["Sequence"]
+__all__ = ["Sequence", "match_request"]
+
+
+def match_request(manager: KvCacheManager, request: EngineRequest, token_ids: NDArray[np.int32]) -> SequenceCache:
+    """A new cache that holds what is reusable of `token_ids` in the request's scope. Call it under the engine's lock."""
+    return manager.create(
+        request.request_id,
+        token_ids,
+        scope=ReuseScope(cache_salt=request.cache_salt),
+        conversation_id=conversation_key(request.conversation_id, request.cache_salt),
+    )
 
 
 class Sequence:
@@ -99,12 +109,7 @@ class Sequence:
 
     def open_cache(self, manager: KvCacheManager) -> None:
         """Match the tokens against the cache and hold what is there."""
-        self.cache = manager.create(
-            self.request_id,
-            self.token_ids(),
-            scope=ReuseScope(cache_salt=self.request.cache_salt),
-            conversation_id=conversation_key(self.request.conversation_id, self.request.cache_salt),
-        )
+        self.cache = match_request(manager, self.request, self.token_ids())
 
     def note_reuse(self) -> None:
         """Remember how much was found in the cache when the sequence was first admitted."""

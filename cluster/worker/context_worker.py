@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from cluster.errors import EngineFailedError, NotReadyError, PromptTooLongError
 from cluster.request import EngineRequest, FinishReason, conversation_key
 from cluster.scheduler import SequenceEvent
-from cluster.sequence import Sequence
+from cluster.sequence import Sequence, match_request
 from cluster.worker.backflow import BackflowPolicy
 from cluster.worker.base_worker import BaseWorker
 from cluster.worker.kv_fetch import FetchResult, KvFetch
@@ -117,12 +117,7 @@ class ContextWorker(BaseWorker):
         """
         known, target = request.known_ids, min(loan.num_tokens, len(request.known_ids) - 1)
         with self.engine.lock:
-            cache = self.manager.create(
-                request.request_id,
-                known,
-                scope=ReuseScope(cache_salt=request.cache_salt),
-                conversation_id=conversation_key(request.conversation_id, request.cache_salt),
-            )
+            cache = match_request(self.manager, request, known)
             declined = None
             if target > cache.num_computed_tokens:
                 mode = self.spec.transceiver.kv_prefix_pull

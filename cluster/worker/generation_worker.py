@@ -10,14 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.errors import EngineFailedError, NotReadyError, PromptTooLongError
-from cluster.request import EngineRequest, FinishReason, conversation_key
+from cluster.request import EngineRequest, FinishReason
 from cluster.scheduler import SequenceEvent
-from cluster.sequence import Sequence
+from cluster.sequence import Sequence, match_request
 from cluster.worker.base_worker import BaseWorker
 from cluster.worker.kv_fetch import FetchResult
 from cluster.worker.messages import Admission, AdmissionStatus, OutputDelta, WorkerRole
 from cluster.worker.spec import WorkerSpec
-from kvcache import BlockOrigin, KvCacheError, NeverFitsError, OutOfPagesError, ReuseScope, SequenceCache
+from kvcache import BlockOrigin, KvCacheError, NeverFitsError, OutOfPagesError, SequenceCache
 from transceiver import BackflowMode, GrantTicket
 from transceiver.testing import FaultInjector
 
@@ -187,12 +187,7 @@ class GenerationWorker(BaseWorker):
 
     def _try_open(self, request: EngineRequest, known: NDArray[np.int32], num_tokens: int) -> SequenceCache:
         with self.engine.lock:
-            cache = self.manager.create(
-                request.request_id,
-                known,
-                scope=ReuseScope(cache_salt=request.cache_salt),
-                conversation_id=conversation_key(request.conversation_id, request.cache_salt),
-            )
+            cache = match_request(self.manager, request, known)
             try:
                 cache.resize(num_tokens)
             except KvCacheError:

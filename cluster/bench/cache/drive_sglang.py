@@ -8,11 +8,11 @@ kernels, grammar engines) are replaced by empty ones: the cache manager uses non
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from typing import Any
 
+from peer_rounds import serve_rounds
 from stub_modules import install_stubs
 
 
@@ -76,14 +76,7 @@ def main() -> None:
             blocks += len(whole) // block
         return hits, blocks, cpu
 
-    for _ in sys.stdin:
-        hits, blocks, cpu = one_round()
-        figures = {
-            "hit_rate": hits / blocks,
-            "cpu_us_per_block": 1e6 * cpu / blocks,
-            "cpu_ms_per_request": 1e3 * cpu / len(prompts),
-        }
-        print(json.dumps(figures), flush=True)
+    serve_rounds(one_round, len(prompts))
 
 
 if __name__ == "__main__":

@@ -8,10 +8,10 @@ kernels, grammar engines) are replaced by empty ones: the cache manager uses non
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 
+from peer_rounds import serve_rounds
 from stub_modules import install_stubs
 
 
@@ -62,14 +62,7 @@ def main() -> None:
             blocks += (len(tokens) - 1) // block
         return hits, blocks, cpu
 
-    for _ in sys.stdin:
-        hits, blocks, cpu = one_round()
-        figures = {
-            "hit_rate": hits / blocks,
-            "cpu_us_per_block": 1e6 * cpu / blocks,
-            "cpu_ms_per_request": 1e3 * cpu / len(prompts),
-        }
-        print(json.dumps(figures), flush=True)
+    serve_rounds(one_round, len(prompts))
 
 
 if __name__ == "__main__":
