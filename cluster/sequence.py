@@ -12,7 +12,7 @@ __all__ = ["Sequence", "match_request"]
 
 
 def match_request(manager: KvCacheManager, request: EngineRequest, token_ids: NDArray[np.int32]) -> SequenceCache:
-    """A new cache that holds what is reusable of `token_ids` in the request's scope. Call it under the engine's lock."""
+    """A new cache with what is reusable of `token_ids` in the request's scope. Call it under the engine's lock."""
     return manager.create(
         request.request_id,
         token_ids,
