@@ -115,13 +115,17 @@ class PullData:
                 return
 
     def _stage(self, segment: Segment) -> bool:
-        """Give a staged segment a buffer; False while all are in use."""
+        """Give a staged segment a buffer that holds it; False while all are in use."""
+        size = max(segment.buffer_bytes, STAGING_BYTES)
         if not self._buffers:
             if self._buffers_made == _MAX_BUFFERS:
                 return False
             self._buffers_made += 1
-            self._buffers.append(np.empty(max(segment.buffer_bytes, STAGING_BYTES), np.uint8))
-        segment.buffer = self._buffers.pop()
+            self._buffers.append(np.empty(size, np.uint8))
+        buffer = self._buffers.pop()
+        if buffer.nbytes < size:  # it was made for the smaller pages of another layer group
+            buffer = np.empty(size, np.uint8)
+        segment.buffer = buffer
         local = segment.batch.local + np.uint64(segment.buffer.ctypes.data)
         segment.batch = replace(segment.batch, local=local)
         return True

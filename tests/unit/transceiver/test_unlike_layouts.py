@@ -11,11 +11,12 @@ from kvcache.errors import KvCacheError
 from kvcache.layout import KvLayout, LayerGroup, LifeCycleKind
 from kvcache.storage.bytes_storage import BytesPageStorage
 from kvcache.storage.layer_major_storage import LayerMajorStorage
-from tests.unit.transceiver.rig import SCOPE, SECRET, make_layout, pair, table
+from tests.unit.transceiver.rig import SCOPE, SECRET, make_layout, make_storage, pair, table
 from tests.unit.transceiver.servers import CONFIG, Model, Server, run
 from transceiver import CacheTransceiver, TransferStatus
 from transceiver.folded_pull import FoldedPull
 from transceiver.parallel_layout import Interval, ParallelLayout, RankShare
+from transceiver.pull_reads import STAGING_BYTES
 
 P = ParallelLayout
 
@@ -165,6 +166,38 @@ def test_one_failed_part_fails_the_whole_and_ends_the_others() -> None:
         outcome = folded.future.result(5)
         assert (outcome.status, (0, 0) in outcome.bad_ordinals) == (TransferStatus.FAILED, True)
         assert all(p.future.result(5) is not None for p in publications)
+
+
+def test_staging_buffers_fit_the_pages_of_every_group() -> None:
+    """Two groups of one pull go through staging: small pages, and pages larger than a staging buffer is at first."""
+
+    def rank(stack: ExitStack, name: str, heads: Interval) -> tuple[CacheTransceiver, BytesPageStorage]:
+        small = LayerGroup(LifeCycleKind.FULL, (0,), len(heads), 16)
+        large = LayerGroup(LifeCycleKind.SLIDING, tuple(range(1, 97)), len(heads), 64, window=64)
+        storage = make_storage(KvLayout("m", 8, (small, large)), (9, 9), fill=1 if name == "ctx" else None)
+        stack.callback(storage.close)
+        shares = (RankShare(8, heads),) * 2
+        return stack.enter_context(
+            CacheTransceiver(
+                worker_id=f"{name}-{id(stack)}", storage=storage, config=CONFIG, secret=SECRET, shares=shares
+            )
+        ), storage
+
+    pages = tuple(range(1, 9))
+    tables = (table(pages[:2]), table(pages, group=1))
+    with ExitStack() as stack:
+        holder, source = rank(stack, "ctx", Interval(0, 4))
+        receiver, target = rank(stack, "gen", Interval(0, 8))
+        assert source.layout.page_bytes(1) > STAGING_BYTES
+        grant = holder.publish("t", tables, conversation_id="c", scope=SCOPE, lease_s=20)
+        outcome = receiver.fetch(grant.ticket, tables, conversation_id="c", scope=SCOPE, timeout_s=20)
+        assert outcome.status is TransferStatus.DONE, outcome
+        assert outcome.segments < 8 * 96  # pages came whole, not in their fragments
+        for group, page in ((0, 1), (0, 2), *((1, page) for page in pages)):
+            layers = len(source.layout.groups[group].layers)
+            mine = target.read_page(page, group).reshape(layers, 2, 8, -1)
+            assert (mine[:, :, :4] == source.read_page(page, group).reshape(layers, 2, 4, -1)).all()
+            assert not mine[:, :, 4:].any()
 
 
 def test_shares_that_do_not_describe_the_layout_are_refused() -> None:
