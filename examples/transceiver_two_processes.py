@@ -35,7 +35,7 @@ def table(ordinals: list[int], pages: list[int], generation: int = 0) -> BlockTa
 
 def holder(pipe: Connection, secret: bytes) -> None:
     """Publishes blocks 0..3 twice and waits until each was taken."""
-    storage = BytesPageStorage(LAYOUT, [8])
+    storage = BytesPageStorage(LAYOUT, [8], shared=True)  # peers on this host copy straight from it
     for page in range(4):
         storage.page(page)[:] = bytes([page + 1]) * LAYOUT.page_bytes()
     with CacheTransceiver(worker_id="holder", storage=storage, config=CONFIG, secret=secret) as transceiver:
@@ -61,7 +61,7 @@ def main() -> None:
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
     process = multiprocessing.get_context("spawn").Process(target=holder, args=(theirs, secret))
     process.start()
-    storage = BytesPageStorage(LAYOUT, [8])
+    storage = BytesPageStorage(LAYOUT, [8], shared=True)
     with CacheTransceiver(worker_id="receiver", storage=storage, config=CONFIG, secret=secret) as transceiver:
         # Blocks 0 and 1 are here already, say: only 2 and 3 are wanted, into our pages 5 and 6.
         outcome = transceiver.fetch(

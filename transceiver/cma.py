@@ -19,11 +19,11 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from transceiver.copy_plan import FEW_READS, CopyPlan
+
 __all__ = ["CmaPlan", "CmaReader", "has_ended", "process_identity", "same_host_pid"]
 
 _Vectors: TypeAlias = "array[int] | NDArray[np.uint64]"
-_IOV_MAX = 1024
-_FEW_READS = 128
 _FORMAT = "<16sQQQ"  # boot id, pid namespace, pid, start time of the process
 
 
@@ -77,6 +77,8 @@ def same_host_pid(identity: bytes) -> int | None:
 class CmaReader:
     """Reads from one process. Holds no resource; any thread."""
 
+    least_shared_read = 0  # one call for a whole piece, without the interpreter's lock
+
     def __init__(self, pid: int) -> None:
         self._pid = pid
         self._readv = ctypes.CDLL(None, use_errno=True).process_vm_readv
@@ -93,8 +95,16 @@ class CmaReader:
         for piece in range(plan.pieces):
             self.copy(plan, piece)
 
-    def copy(self, plan: CmaPlan, piece: int) -> None:
-        """Copy one piece of a plan. Blocks; raises as `read`."""
+    def plan(
+        self, local: NDArray[np.uint64], remote: NDArray[np.uint64], nbytes: NDArray[np.uint64], piece_bytes: int,
+        *, cut: bool,
+    ) -> CmaPlan:  # fmt: skip
+        """See `HostReader`; remote addresses are the process's own."""
+        return CmaPlan(local, remote, nbytes, piece_bytes, cut=cut)
+
+    def copy(self, plan: CopyPlan, piece: int) -> None:
+        """Copy one piece of a `CmaPlan`. Blocks; raises as `read`."""
+        assert isinstance(plan, CmaPlan)
         ours, num_ours, theirs, num_theirs, wanted = plan.call(piece)
         done = self._call(ours, num_ours, theirs, num_theirs)
         if done < wanted:
@@ -119,56 +129,34 @@ class CmaReader:
                 skip += self._call(at, 1, at + 16, 1)
 
 
-class CmaPlan:
-    """Many reads cut into pieces of about `piece_bytes`, one kernel call each, with the kernel's vectors made before.
+class CmaPlan(CopyPlan):
+    """A plan with the kernel's vectors made before: one call a piece."""
 
-    `piece_bytes` 0: as few pieces as the kernel's limit on vectors allows. `cut` False: no read is cut, so that the
-    pieces are whole elements, `cuts[i]` to `cuts[i + 1]`. Immutable.
-    """
-
-    __slots__ = ("_calls", "_columns", "_keep", "cuts")
+    __slots__ = ("_calls", "_keep")
 
     def __init__(
         self, local: NDArray[np.uint64], remote: NDArray[np.uint64], nbytes: NDArray[np.uint64], piece_bytes: int = 0,
         *, cut: bool = True,
     ) -> None:  # fmt: skip
+        super().__init__(local, remote, nbytes, piece_bytes, cut=cut)
         self._calls: list[tuple[int, int, int, int, int]] = []
         self._keep: list[object] = []
-        self._columns: tuple[Sequence[int], Sequence[int], Sequence[int]]
-        if len(nbytes) <= _FEW_READS:  # numpy's fixed cost would be most of it
-            self._columns = _cut_large(
-                local.tolist(), remote.tolist(), nbytes.tolist(), piece_bytes if piece_bytes and cut else 1 << 62
-            )  # fmt: skip
-            self.cuts = _cuts(self._columns[2], piece_bytes)
-            for start, stop in itertools.pairwise(self.cuts):
-                mine, theirs, sizes = (column[start:stop] for column in self._columns)
+        few = len(nbytes) <= FEW_READS
+        for piece, (start, stop) in enumerate(itertools.pairwise(self.cuts)):
+            mine, theirs, sizes = self.columns(piece)
+            if few:
                 self._add(_joined_list(mine, sizes), _joined_list(theirs, sizes), sum(sizes))
-            return
-        sizes = nbytes.tolist()
-        self._columns = local.tolist(), remote.tolist(), sizes
-        self.cuts = _cuts(sizes, piece_bytes)
-        for start, stop in itertools.pairwise(self.cuts):
-            part = slice(start, stop)
-            self._add(_joined(local[part], nbytes[part]), _joined(remote[part], nbytes[part]), sum(sizes[part]))
+            else:
+                part = slice(start, stop)
+                self._add(_joined(local[part], nbytes[part]), _joined(remote[part], nbytes[part]), sum(sizes))
 
     def _add(self, ours: _Vectors, theirs: _Vectors, nbytes: int) -> None:
         self._keep += [ours, theirs]
         self._calls.append((*_address(ours), *_address(theirs), nbytes))
 
-    @property
-    def pieces(self) -> int:
-        """Number of kernel calls."""
-        return len(self._calls)
-
     def call(self, piece: int) -> tuple[int, int, int, int, int]:
         """Address and length of the local and of the remote vectors, and the bytes they move."""
         return self._calls[piece]
-
-    def columns(self, piece: int) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
-        """Local address, remote address and size of the reads in a piece."""
-        part = slice(self.cuts[piece], self.cuts[piece + 1])
-        local, remote, nbytes = self._columns
-        return local[part], remote[part], nbytes[part]
 
 
 def _address(vectors: _Vectors) -> tuple[int, int]:
@@ -177,31 +165,6 @@ def _address(vectors: _Vectors) -> tuple[int, int]:
         at, items = vectors.buffer_info()
         return at, items // 2
     return vectors.ctypes.data, len(vectors)
-
-
-def _cuts(sizes: Sequence[int], piece_bytes: int) -> list[int]:
-    """Indices between the pieces, first 0 and last ``len(sizes)``."""
-    cuts, start, gathered = [0], 0, 0
-    for index, size in enumerate(sizes, 1):
-        gathered += size
-        if (piece_bytes and gathered >= piece_bytes) or index - start == _IOV_MAX or index == len(sizes):
-            cuts.append(index)
-            start, gathered = index, 0
-    return cuts
-
-
-def _cut_large(
-    local: list[int], remote: list[int], nbytes: list[int], limit: int
-) -> tuple[list[int], list[int], list[int]]:
-    """The same reads, none larger than `limit`."""
-    if not nbytes or max(nbytes) <= limit:
-        return local, remote, nbytes
-    pieces = [
-        (mine + skip, theirs + skip, min(limit, size - skip))
-        for mine, theirs, size in zip(local, remote, nbytes, strict=True)
-        for skip in range(0, size, limit)
-    ]
-    return [piece[0] for piece in pieces], [piece[1] for piece in pieces], [piece[2] for piece in pieces]
 
 
 def _joined_list(address: Sequence[int], nbytes: Sequence[int]) -> array[int]:

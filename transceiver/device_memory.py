@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["HOST", "is_host", "kernel_may_copy", "memory_type", "tls_with_devices"]
+__all__ = ["HOST", "host_may_copy", "is_host", "memory_type", "tls_with_devices"]
 
 HOST = "cpu"
 _UCS_MEMORY_TYPES = {"cpu": 0, "cuda": 1}  # ucs_memory_type_t
@@ -38,6 +38,6 @@ def tls_with_devices(tls: str, devices: Iterable[str]) -> str:
     return ",".join([*names, *(name for name in _CUDA_TRANSPORTS if name not in names)])
 
 
-def kernel_may_copy(source: str, destination: str) -> bool:
-    """Whether `process_vm_readv` may copy: from host to host only. A device pointer means nothing to the kernel."""
+def host_may_copy(source: str, destination: str) -> bool:
+    """Whether a thread of this process may copy: from host to host only, not through a device pointer."""
     return is_host(source) and is_host(destination)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from transceiver.errors import LinkClosedError, TransceiverError
+from transceiver.messages import RegionInfo
 from transceiver.transport import ReadBatch, RemoteRegion
 
 if TYPE_CHECKING:
@@ -44,10 +45,10 @@ class InprocLink:
             raise LinkClosedError(f"the link to {self.peer} is closed")
         self.owner.send(self, other, payload)
 
-    def open_region(self, address: int, nbytes: int, key: bytes, device: str = "cpu") -> RemoteRegion:
-        if key != b"inproc":
+    def open_region(self, info: RegionInfo, device: str = "cpu") -> RemoteRegion:
+        if info.key != b"inproc":
             raise TransceiverError("this key is not for the inproc transport")
-        return _Region(address, nbytes)
+        return _Region(info.address, info.nbytes)
 
     def get(self, batch: ReadBatch, remote: RemoteRegion, region: int | None, token: object) -> None:
         if not self.open:
@@ -61,7 +62,7 @@ class InprocLink:
     def trust(self) -> None:
         """Nothing to do: messages are handed over, not read from a stream."""
 
-    def on_peer_process(self, identity: bytes, probe: int) -> bool:
+    def on_peer_process(self, identity: bytes, probe: RegionInfo, *, shared: bool) -> bool:
         """Nothing to learn: the peer is in this process."""
         return True
 

@@ -58,7 +58,10 @@ class Proof:
 
 @dataclass(frozen=True, slots=True)
 class RegionInfo:
-    """A registered pool: `kind` 0 pages, 1 generation numbers, 2 staging; `key` is the transport's."""
+    """A registered pool: `kind` 0 pages, 1 generation numbers, 2 staging; `key` is the transport's.
+
+    `file` is 1 + the number of the holder's open memory file that begins with this region (0: there is none).
+    """
 
     kind: int
     group: int
@@ -66,6 +69,7 @@ class RegionInfo:
     nbytes: int
     page_bytes: int
     key: bytes
+    file: int = 0
 
 
 @dataclass(frozen=True, slots=True)

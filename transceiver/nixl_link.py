@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from transceiver.control_socket import ControlSocket
 from transceiver.errors import LinkClosedError, TransceiverError
+from transceiver.messages import RegionInfo
 from transceiver.transport import ReadBatch, RemoteRegion
 
 if TYPE_CHECKING:
@@ -84,12 +85,12 @@ class NixlLink:
             raise LinkClosedError(f"cannot send to {self.peer}: {error}") from error
         self.owner.sent(self)
 
-    def open_region(self, address: int, nbytes: int, key: bytes, device: str = "cpu") -> RemoteRegion:
+    def open_region(self, info: RegionInfo, device: str = "cpu") -> RemoteRegion:
         if not self.open:
             raise LinkClosedError(f"the link to {self.peer} is closed")
-        memory, number, metadata = unpack_region_key(key)
+        memory, number, metadata = unpack_region_key(info.key)
         agent = self.owner.fabric.load(self, metadata)
-        return NixlRemoteRegion(address, nbytes, memory, number, agent)
+        return NixlRemoteRegion(info.address, info.nbytes, memory, number, agent)
 
     def get(self, batch: ReadBatch, remote: RemoteRegion, region: int | None, token: object) -> None:
         if not self.open:
@@ -103,7 +104,7 @@ class NixlLink:
     def trust(self) -> None:
         self.control.trust()
 
-    def on_peer_process(self, identity: bytes, probe: int) -> bool:
+    def on_peer_process(self, identity: bytes, probe: RegionInfo, *, shared: bool) -> bool:
         return True
 
     def close(self) -> None:

@@ -205,7 +205,8 @@ class PeerTable:
                 layout = check_layout(self._own, message.layout)
                 peer.parts, peer.pools = parts_between(layout, self._own), layout.pools
                 peer.infos = check_regions(layout, message.regions)
-                if not peer.link.on_peer_process(message.identity, peer.infos[1, 0].address):
+                probe, shared = peer.infos[1, 0], peer.pools_are_shared
+                if not peer.link.on_peer_process(message.identity, probe, shared=shared):
                     self._connect_anew(peer)
                     return
                 self._ready(peer)

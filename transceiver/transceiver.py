@@ -307,7 +307,8 @@ class CacheTransceiver:
                 handle, key = transport.register(region)
                 if kind == 0:
                     self._ctx.registrations[group] = handle
-                regions.append(RegionInfo(kind, group, region.address, region.nbytes, region.page_bytes, key))
+                file = 0 if region.shared_fd is None else region.shared_fd + 1
+                regions.append(RegionInfo(kind, group, region.address, region.nbytes, region.page_bytes, key, file))
         peers.own_regions = tuple(regions)
         self._address = transport.address
         return peers

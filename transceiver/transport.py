@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.storage.page_storage import MemoryRegion
+from transceiver.messages import RegionInfo
 
 __all__ = ["LandingRead", "Link", "ReadBatch", "RemoteRegion", "Transport", "TransportHandler"]
 
@@ -75,7 +76,7 @@ class Link(Protocol):
 
     @property
     def transport(self) -> str:
-        """What moves the bytes, found out from the fabric: "ucx/cma", "ucx/tcp", "inproc"."""
+        """What moves the bytes, found out from the fabric: "ucx/shm", "ucx/cma", "ucx/tcp", "inproc"."""
         ...
 
     @property
@@ -97,7 +98,7 @@ class Link(Protocol):
         """Queue one message; order is kept. Raises LinkClosedError."""
         ...
 
-    def open_region(self, address: int, nbytes: int, key: bytes, device: str = "cpu") -> RemoteRegion:
+    def open_region(self, info: RegionInfo, device: str = "cpu") -> RemoteRegion:
         """Make a peer's region, on `device` there, readable. Raises TransceiverError for a key that does not fit."""
         ...
 
@@ -124,9 +125,10 @@ class Link(Protocol):
         """True when it is known that the peer's process is gone, so that connecting again is of no use."""
         ...
 
-    def on_peer_process(self, identity: bytes, probe: int) -> bool:
-        """The handshake brought the peer's `Transport.identity`; at `probe` it has 8 readable bytes.
+    def on_peer_process(self, identity: bytes, probe: RegionInfo, *, shared: bool) -> bool:
+        """The handshake brought the peer's `Transport.identity`; `probe` is one of its regions in host memory.
 
+        `shared`: every pool of the peer lies in a memory file (`RegionInfo.file`).
         False: this link cannot read there, connect anew (the transport will then choose another way). Raises
         LinkClosedError when the peer's memory cannot be read at all.
         """

@@ -18,10 +18,10 @@ from typing import Any
 
 from kvcache.storage.page_storage import MemoryRegion
 from transceiver.cma import process_identity
-from transceiver.cma_copies import CmaCopies
 from transceiver.config import CacheTransceiverConfig
-from transceiver.device_memory import HOST, tls_with_devices
+from transceiver.device_memory import HOST, is_host, tls_with_devices
 from transceiver.errors import TransceiverError, TransportUnavailableError
+from transceiver.host_copies import HostCopies
 from transceiver.host_port import format_address, parse_address
 from transceiver.transport import TransportHandler
 from transceiver.ucp_binding import UCS_INPROGRESS, UCS_OK
@@ -51,7 +51,7 @@ class UcxTransport:
         self._fabrics: list[UcxFabric] = []  # the configured one, and one without cma when the kernel refuses that
         self.no_cma: dict[str, str] = {}  # address -> why later connections to it use no cma lane
         self._woken = False
-        self.copies = CmaCopies(max(0, config.copy_threads - 1), self.wake)
+        self.copies = HostCopies(max(0, config.copy_threads - 1), self.wake)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wake_lock = threading.Lock()
         self._epoll: select.epoll | None = None
@@ -64,7 +64,7 @@ class UcxTransport:
 
     @property
     def identity(self) -> bytes:
-        return process_identity() if "cma" in self._config.ucx_tls or self._config.ucx_tls == "all" else b""
+        return process_identity() if self._config.allows_cma else b""
 
     def open(self, handler: TransportHandler) -> None:
         self.handler = handler
@@ -100,6 +100,11 @@ class UcxTransport:
         self._regions.append(region)
         number = len(self._regions)
         return number, self._fabrics[0].map(number, region)
+
+    @property
+    def maps_memory(self) -> bool:
+        """Pools of peers on this host may be mapped and copied from: ours are all in host memory."""
+        return self._config.shared_pools and all(is_host(region.device) for region in self._regions)
 
     def device_of(self, registration: int | None) -> str:
         """Where the memory of a registration lies (None: unregistered host memory)."""
@@ -201,7 +206,7 @@ class UcxTransport:
         return busy
 
     def _copy(self) -> bool:
-        """Report the kernel copies that have ended."""
+        """Report the copies that have ended."""
         busy = False
         while (copy := self.copies.take()) is not None:
             read = copy.owner

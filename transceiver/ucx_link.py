@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from transceiver.cma import CmaReader, has_ended, same_host_pid
-from transceiver.cma_copies import CmaCopy
-from transceiver.device_memory import HOST, kernel_may_copy
+from transceiver.copy_plan import HostReader
+from transceiver.device_memory import HOST, host_may_copy
 from transceiver.errors import LinkClosedError, TransceiverError
+from transceiver.host_copies import HostCopy
+from transceiver.messages import RegionInfo
+from transceiver.peer_memory import PeerMemory
 from transceiver.transport import ReadBatch, RemoteRegion
 from transceiver.ucp_binding import UcpError
 
@@ -34,6 +37,12 @@ class UcxRemoteRegion:
     nbytes: int
     key: int
     device: str = HOST
+    mapped: PeerMemory | None = None
+
+    @property
+    def base(self) -> int:
+        """Where a reader of this host finds the first byte: in the mapping, or in the peer's own memory."""
+        return self.mapped.address if self.mapped is not None else self.address
 
 
 @dataclass(slots=True, eq=False)
@@ -58,8 +67,9 @@ class UcxLink:
         self.open = True
         self.keys: list[int] = []
         self.reads: deque[PendingRead] = deque()  # UCX requests
-        self.copies: set[PendingRead] = set()  # kernel copies
+        self.copies: set[PendingRead] = set()  # copies by threads of this process
         self.cma: CmaReader | None = None
+        self.shares_memory = False  # the peer's pools are mapped here
         self.sends: deque[tuple[int, bytes]] = deque()
         self._transport = ""
         self._identity = b""
@@ -67,14 +77,19 @@ class UcxLink:
     @property
     def transport(self) -> str:
         if not self._transport and self.open:
-            lanes = {name.partition("/")[0] for name in self.fabric.ucp.transports(self.handle)}
-            # Reads go over cma whenever the endpoint has such a lane (RNDV_THRESH=inf); else over what remains.
-            best = next((lane for lane in ("rc_mlx5", "rc_verbs", "cma", "tcp") if lane in lanes), None)
-            self._transport = f"ucx/{best or '+'.join(sorted(lanes)) or 'unknown'}"
+            self._transport = f"ucx/{self._best_lane()}"
         return self._transport
+
+    def _best_lane(self) -> str:
+        lanes = {name.partition("/")[0] for name in self.fabric.ucp.transports(self.handle)}
+        # Reads go over cma whenever the endpoint has such a lane (RNDV_THRESH=inf); else over what remains.
+        best = next((lane for lane in ("rc_mlx5", "rc_verbs", "cma", "tcp") if lane in lanes), None)
+        return best or "+".join(sorted(lanes)) or "unknown"
 
     @property
     def detail(self) -> str:
+        if self.shares_memory:
+            return "copies from the mapped pool"
         if self.cma is not None:
             return "process_vm_readv"
         refused = self.owner.no_cma.get(self.peer)
@@ -82,11 +97,11 @@ class UcxLink:
 
     @property
     def copies_itself(self) -> bool:
-        return self.cma is not None
+        return self.shares_memory or self.cma is not None
 
     @property
     def direct_read_bytes(self) -> int:
-        return 4 << 10 if self.cma is not None else 64 << 10
+        return 4 << 10 if self.copies_itself else 64 << 10
 
     def send(self, payload: bytes) -> None:
         if not self.open:
@@ -101,35 +116,53 @@ class UcxLink:
                 self.owner.fail(self)
                 raise LinkClosedError(f"{self.peer} does not take messages: {_MAX_SENDS} are waiting")
 
-    def open_region(self, address: int, nbytes: int, key: bytes, device: str = HOST) -> RemoteRegion:
+    def open_region(self, info: RegionInfo, device: str = HOST) -> RemoteRegion:
         if not self.open:
             raise LinkClosedError(f"the link to {self.peer} is closed")
         try:
-            handle = self.fabric.ucp.unpack_key(self.handle, key)
+            handle = self.fabric.ucp.unpack_key(self.handle, info.key)
         except UcpError as error:
             raise TransceiverError(f"the memory key of {self.peer} cannot be used: {error}") from error
         self.keys.append(handle)
-        return UcxRemoteRegion(address, nbytes, handle, device)
+        mapped = None
+        if self.shares_memory and info.file:
+            try:
+                mapped = PeerMemory(self._identity, info.file - 1, info.nbytes)
+            except OSError as error:
+                raise TransceiverError(f"the shared memory of {self.peer} cannot be mapped: {error}") from error
+        return UcxRemoteRegion(info.address, info.nbytes, handle, device, mapped)
+
+    def _reader(self, remote: UcxRemoteRegion, device: str) -> HostReader | None:
+        """What copies from `remote` to memory on `device` in this process; None: UCX has to."""
+        if not host_may_copy(remote.device, device):
+            return None
+        return remote.mapped or self.cma
 
     def get(self, batch: ReadBatch, remote: RemoteRegion, region: int | None, token: object) -> None:
         if not self.open:
             raise LinkClosedError(f"the link to {self.peer} is closed")
         assert isinstance(remote, UcxRemoteRegion)
         read = PendingRead(token, self)
-        if self.cma is not None and kernel_may_copy(remote.device, self.owner.device_of(region)):
-            copy = CmaCopy(self.cma, batch, remote.address, token, read)
+        reader = self._reader(remote, self.owner.device_of(region))
+        if reader is not None:
+            if len(batch) and int((batch.offset + batch.nbytes).max()) > remote.nbytes:
+                raise TransceiverError(f"a read from {self.peer} would leave its region of {remote.nbytes} bytes")
+            copy = HostCopy(reader, batch, remote.base, token, read)
             self.copies.add(read)
-            self.owner.copies.add(copy, int(batch.nbytes.sum()))
+            self.owner.copies.add(copy)
             return
         self._issue(read, batch, remote, region)
         self.reads.append(read)
 
     def read_now(self, batch: ReadBatch, remote: RemoteRegion) -> bool:
         assert isinstance(remote, UcxRemoteRegion)
-        if not self.open or self.cma is None or not kernel_may_copy(remote.device, HOST):
+        reader = self._reader(remote, HOST)
+        if not self.open or reader is None or int((batch.offset + batch.nbytes).max()) > remote.nbytes:
             return False
         try:
-            self.cma.read(batch.local, batch.offset + np.uint64(remote.address), batch.nbytes)
+            plan = reader.plan(batch.local, batch.offset + np.uint64(remote.base), batch.nbytes, 0, cut=False)
+            for piece in range(plan.pieces):
+                reader.copy(plan, piece)
         except OSError:  # `get` will say what is wrong
             return False
         return True
@@ -156,28 +189,41 @@ class UcxLink:
     def peer_has_ended(self) -> bool:
         return has_ended(self._identity)
 
-    def on_peer_process(self, identity: bytes, probe: int) -> bool:
-        """On the same host, with a cma lane: read batches with one kernel call, if the kernel lets us.
+    def on_peer_process(self, identity: bytes, probe: RegionInfo, *, shared: bool) -> bool:
+        """On the same host: copy from the peer's memory in this process, from a mapping or by one kernel call a batch.
 
-        Returns False when it does not (containers, other users): UCX's cma lane would fail too, so connect anew.
+        Returns False when the kernel lets us do neither (containers, other users) although UCX has a cma lane: that
+        lane would fail too, so connect anew.
         """
         self._identity = identity
         pid = same_host_pid(identity)
-        if pid is None or not self.owner.identity:  # another host, or cma is not wanted
+        if pid is None or not self.owner.identity:  # another host, or the configuration allows no cma
             return True
-        lane = self.transport == "ucx/cma"
+        self.shares_memory = shared and self.owner.maps_memory and self._maps(probe)
+        lane = self._best_lane() == "cma"
         reader, scratch = CmaReader(pid), np.zeros(1, np.uint64)
         try:
             one = np.asarray([8], np.uint64)
-            reader.read(np.asarray([scratch.ctypes.data], np.uint64), np.asarray([probe], np.uint64), one)
+            reader.read(np.asarray([scratch.ctypes.data], np.uint64), np.asarray([probe.address], np.uint64), one)
+            self.cma = reader if lane else None
         except OSError as error:
             if error.errno not in (errno.EPERM, errno.EACCES, errno.ENOSYS):
                 raise LinkClosedError(f"{self.peer} cannot be read: {error}") from error
-            _log.warning("the kernel refuses cma to %s (%s): its blocks will come over TCP", self.peer, error)
-            self.owner.no_cma[self.peer] = error.strerror or str(error)
-            return not lane  # without a cma lane this link is good as it is: UCX knew
-        if lane:
-            self.cma = reader
+            if not self.shares_memory:
+                _log.warning("the kernel refuses cma to %s (%s): its blocks will come over TCP", self.peer, error)
+                self.owner.no_cma[self.peer] = error.strerror or str(error)
+                return not lane  # without a cma lane this link is good as it is: UCX knew
+        if self.shares_memory:
+            self._transport = "ucx/shm"
+        return True
+
+    def _maps(self, probe: RegionInfo) -> bool:
+        """The kernel lets us map the peer's memory files."""
+        try:
+            PeerMemory(self._identity, probe.file - 1, probe.nbytes)
+        except OSError as error:
+            _log.warning("the shared memory of %s cannot be mapped (%s): its blocks come another way", self.peer, error)
+            return False
         return True
 
     def close(self) -> None:

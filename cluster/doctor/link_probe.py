@@ -45,7 +45,7 @@ def _digest(storage: BytesPageStorage) -> str:
 def main(role: str, config_json: str, ticket_json: str = "") -> None:
     """Hold pages for the other end, or pull them from it. Blocks for the transfer."""
     config = CacheTransceiverConfig.model_validate_json(config_json)
-    storage = BytesPageStorage(_LAYOUT, [_PAGES])
+    storage = BytesPageStorage(_LAYOUT, [_PAGES], shared=config.wants_shared_pools)
     storage.generations()[:] = 1
     secret = base64.b64decode(json.loads(ticket_json)["secret"]) if ticket_json else secrets.token_bytes(32)
     with CacheTransceiver(worker_id=f"probe-{role}", storage=storage, config=config, secret=secret) as transceiver:

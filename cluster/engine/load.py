@@ -78,12 +78,15 @@ def load_tokenizer(model: str) -> Tokenizer:
     return find_model(model).load_tokenizer()
 
 
-def make_storage(runner: ModelRunner, num_pages: Sequence[int]) -> PageStorage:
-    """Page memory that fits `runner`, `num_pages` a layer group. The caller closes it; `bind` is the caller's too."""
+def make_storage(runner: ModelRunner, num_pages: Sequence[int], *, shared: bool = False) -> PageStorage:
+    """Page memory that fits `runner`, `num_pages` a layer group. The caller closes it; `bind` is the caller's too.
+
+    `shared`: host memory is shared memory, which processes of the same host may map.
+    """
     if isinstance(runner, HashRunner):
         from kvcache.storage.bytes_storage import BytesPageStorage
 
-        return BytesPageStorage(runner.layout, num_pages)
+        return BytesPageStorage(runner.layout, num_pages, shared=shared)
     from kvcache.storage.torch_storage import TorchPageStorage
 
-    return TorchPageStorage(runner.layout, num_pages, device=getattr(runner, "device", "cpu"))
+    return TorchPageStorage(runner.layout, num_pages, device=getattr(runner, "device", "cpu"), shared=shared)

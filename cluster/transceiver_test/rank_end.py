@@ -43,7 +43,7 @@ class RankEnd:
         host: str,
     ) -> None:
         self.layout = layout
-        self.storage = BytesPageStorage(layout, pages)
+        self.storage = BytesPageStorage(layout, pages, shared=config.wants_shared_pools)
         self._first_heads = first_heads
         for group in range(len(layout.groups)):
             self.storage.generations(group)[:] = 1

@@ -37,7 +37,7 @@ class TurnEnd:
         host: str,
     ) -> None:
         self.layout = layout
-        self.storage = BytesPageStorage(layout, [pages])
+        self.storage = BytesPageStorage(layout, [pages], shared=config.wants_shared_pools)
         reuse = BlockReuseConfig(policy=policy, max_num_turns=max_num_turns)
         cache = KvCacheConfig(
             tokens_per_block=layout.tokens_per_block,

@@ -82,7 +82,7 @@ class BaseWorker:
         )
         free_bytes = int(free_memory_bytes(spec.device) * spec.memory_share)
         num_pages = pool_pages(spec.kv_cache, runner.layout, free_bytes)
-        self.storage = make_storage(runner, num_pages)
+        self.storage = make_storage(runner, num_pages, shared=spec.transceiver.wants_shared_pools)
         runner.bind(self.storage)
         self.manager = KvCacheManager(runner.layout, spec.kv_cache, self.storage, worker_id=spec.worker_id)
         self.max_seq_len = min(spec.max_seq_len, runner.max_position)

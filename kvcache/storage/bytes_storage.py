@@ -19,11 +19,14 @@ __all__ = ["BytesPageStorage"]
 
 
 class BytesPageStorage:
-    """`num_pages[g]` pages for every layer group g, in page-aligned host memory that never moves."""
+    """`num_pages[g]` pages for every layer group g, in page-aligned host memory that never moves.
+
+    `shared`: in shared memory, which a transceiver of the same host may map and copy from (see `MappedMemory`).
+    """
 
     device = "cpu"
 
-    def __init__(self, layout: KvLayout, num_pages: Sequence[int]) -> None:
+    def __init__(self, layout: KvLayout, num_pages: Sequence[int], *, shared: bool = False) -> None:
         if len(num_pages) != len(layout.groups):
             raise InvalidSizeError(f"give one page count a layer group: {len(layout.groups)}, not {len(num_pages)}")
         if any(count < 1 for count in num_pages):
@@ -31,9 +34,12 @@ class BytesPageStorage:
         self._layout = layout
         self._counts = tuple(int(count) for count in num_pages)
         self._page_bytes = tuple(layout.page_bytes(group) for group in range(len(layout.groups)))
-        self._memory = [MappedMemory(n * size) for n, size in zip(self._counts, self._page_bytes, strict=True)]
+        self._memory = [
+            MappedMemory(count * size, shared=shared)
+            for count, size in zip(self._counts, self._page_bytes, strict=True)
+        ]
         self._views = [memory.view() for memory in self._memory]
-        self._generation_memory = [MappedMemory(8 * count) for count in self._counts]
+        self._generation_memory = [MappedMemory(8 * count, shared=shared) for count in self._counts]
         self._generations = [np.frombuffer(memory.view(), dtype=np.uint64) for memory in self._generation_memory]
 
     @property
@@ -63,7 +69,7 @@ class BytesPageStorage:
     def region(self, group: int = 0) -> MemoryRegion:
         """Where the pool lies."""
         memory = self._memory[self._check_group(group)]
-        return MemoryRegion(memory.address, memory.nbytes, self._page_bytes[group], self.device)
+        return MemoryRegion(memory.address, memory.nbytes, self._page_bytes[group], self.device, shared_fd=memory.fd)
 
     def generations(self, group: int = 0) -> NDArray[np.uint64]:
         """Generation number of every page; only the block pool writes it."""
@@ -72,7 +78,7 @@ class BytesPageStorage:
     def generations_region(self, group: int = 0) -> MemoryRegion:
         """Where `generations` lies."""
         memory = self._generation_memory[self._check_group(group)]
-        return MemoryRegion(memory.address, memory.nbytes, 8, "cpu")
+        return MemoryRegion(memory.address, memory.nbytes, 8, "cpu", shared_fd=memory.fd)
 
     def close(self) -> None:
         """Release the memory. Idempotent."""

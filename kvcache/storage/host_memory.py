@@ -1,27 +1,44 @@
-"""Page-aligned anonymous host memory, the base of every storage of this package.
+"""Page-aligned host memory, the base of every storage of this package.
 
-`MappedMemory` owns one private anonymous mapping, advises huge pages where the kernel offers them, and knows its
-address. It must never be closed while somebody holds a view.
+`MappedMemory` owns one mapping, private to this process or backed by a memory file that processes of the same host may
+map too; it advises huge pages where the kernel offers them, and knows its address. It must never be closed while
+somebody holds a view.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
+import logging
 import mmap
+import os
+import weakref
 from contextlib import suppress
 
 __all__ = ["MappedMemory"]
 
+_log = logging.getLogger(__name__)
 _HUGE_PAGE = 2 << 20
 
 
 class MappedMemory:
-    """`nbytes` zeroed bytes on a page boundary. `close` is idempotent and keeps the mapping while views are alive."""
+    """`nbytes` zeroed bytes on a page boundary. `close` is idempotent and keeps the mapping while views are alive.
 
-    def __init__(self, nbytes: int) -> None:
+    `shared`: the bytes lie in a memory file (memfd_create(2)) of fixed size, whose descriptor is `fd`; a process that
+    may open this process's descriptors maps the same bytes from it. Where the system has no such files the memory is
+    private, `fd` is None, and the log says so.
+    """
+
+    def __init__(self, nbytes: int, *, shared: bool = False) -> None:
         self.nbytes = nbytes
         size = max(mmap.PAGESIZE, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
-        self._map: mmap.mmap | None = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.fd = _memory_file(size) if shared else None
+        self._map: mmap.mmap | None
+        if self.fd is None:
+            self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        else:
+            self._close_file = weakref.finalize(self, os.close, self.fd)
+            self._map = mmap.mmap(self.fd, size, flags=mmap.MAP_SHARED)
         if size >= _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
             with suppress(OSError):  # best effort: a kernel without transparent huge pages says EINVAL
                 self._map.madvise(mmap.MADV_HUGEPAGE)
@@ -36,11 +53,31 @@ class MappedMemory:
         return memoryview(self._map)[: self.nbytes]
 
     def close(self) -> None:
-        """Unmap. Views still held keep the memory alive until they are gone."""
+        """Unmap, and close the memory file: nobody maps it from now on. Views still held keep the memory alive."""
         mapping, self._map = self._map, None
         if mapping is None:
             return
+        if self.fd is not None:
+            self.fd = None
+            self._close_file()
         try:
             mapping.close()
         except BufferError:  # a view outlives us; the mapping goes with the last view
             del mapping
+
+
+def _memory_file(size: int) -> int | None:
+    """A memory file that never changes its size again, or None where the system refuses."""
+    try:
+        fd = os.memfd_create("kvferry-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except (AttributeError, OSError) as error:
+        _log.warning("no shared memory for pools (%s): processes of this host will read them another way", error)
+        return None
+    try:
+        os.ftruncate(fd, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    except OSError as error:
+        os.close(fd)
+        _log.warning("no shared memory for pools (%s): processes of this host will read them another way", error)
+        return None
+    return fd

@@ -23,8 +23,8 @@ __all__ = ["LayerMajorStorage"]
 class LayerMajorStorage(BytesPageStorage):
     """`num_pages[g]` pages for every layer group g; the pages of one layer follow each other."""
 
-    def __init__(self, layout: KvLayout, num_pages: Sequence[int]) -> None:
-        super().__init__(layout, num_pages)
+    def __init__(self, layout: KvLayout, num_pages: Sequence[int], *, shared: bool = False) -> None:
+        super().__init__(layout, num_pages, shared=shared)
         self._pools = [
             np.frombuffer(view, np.uint8).reshape(len(group.layers), count, -1)
             for view, group, count in zip(self._views, layout.groups, self._counts, strict=True)

@@ -19,6 +19,8 @@ class MemoryRegion:
 
     `device` is "cpu" or "cuda:N". Page p lies at ``address + p * page_bytes``. In a layer-major pool the pages of a
     layer follow each other: page p's part of layer slot l is at ``address + (l * pages + p) * page_bytes / layers``.
+    `shared_fd` is this process's descriptor of a memory file that begins with the region's first byte, for memory that
+    a process of the same host may map; None for private and for device memory.
     """
 
     address: int
@@ -26,6 +28,7 @@ class MemoryRegion:
     page_bytes: int
     device: str = "cpu"
     layer_major: bool = False
+    shared_fd: int | None = None
 
 
 class PageStorage(Protocol):

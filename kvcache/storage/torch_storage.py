@@ -25,9 +25,14 @@ __all__ = ["TorchPageStorage"]
 
 
 class TorchPageStorage:
-    """`num_pages[g]` pages for every layer group g on `device`; `tensor(g)` is the pool as a tensor."""
+    """`num_pages[g]` pages for every layer group g on `device`; `tensor(g)` is the pool as a tensor.
 
-    def __init__(self, layout: KvLayout, num_pages: Sequence[int], device: str = "cpu") -> None:
+    `shared`: what lies in host memory lies in shared memory (see `BytesPageStorage`).
+    """
+
+    def __init__(
+        self, layout: KvLayout, num_pages: Sequence[int], device: str = "cpu", *, shared: bool = False
+    ) -> None:
         import torch
 
         self._torch = torch
@@ -38,7 +43,7 @@ class TorchPageStorage:
         self._generation_memory: list[MappedMemory] = []
         self._generations: list[NDArray[np.uint64]] = []
         if self._device.type == "cpu":
-            self._host = BytesPageStorage(layout, num_pages)
+            self._host = BytesPageStorage(layout, num_pages, shared=shared)
             raw = [
                 torch.frombuffer(
                     np.frombuffer(
@@ -55,7 +60,7 @@ class TorchPageStorage:
                 torch.zeros(count * layout.page_bytes(group), dtype=torch.uint8, device=self._device)
                 for group, count in enumerate(self._counts)
             ]
-            self._generation_memory = [MappedMemory(8 * count) for count in self._counts]
+            self._generation_memory = [MappedMemory(8 * count, shared=shared) for count in self._counts]
             self._generations = [np.frombuffer(m.view(), dtype=np.uint64) for m in self._generation_memory]
         self._raw = raw
         self._tensors = [self._shaped(group, flat) for group, flat in enumerate(raw)]
@@ -113,7 +118,7 @@ class TorchPageStorage:
         if self._host is not None:
             return self._host.generations_region(group)
         memory = self._generation_memory[group]
-        return MemoryRegion(memory.address, memory.nbytes, 8, "cpu")
+        return MemoryRegion(memory.address, memory.nbytes, 8, "cpu", shared_fd=memory.fd)
 
     def close(self) -> None:
         """Release the memory. Idempotent."""

@@ -26,7 +26,8 @@ class Fabric:
         return self.transport.replace("/", "-")
 
 
-UCX_CMA = Fabric("ucx/cma", "ucxx", {"ucx_tls": "tcp,cma"})
+UCX_SHM = Fabric("ucx/shm", "ucxx", {"ucx_tls": "tcp,cma"})
+UCX_CMA = Fabric("ucx/cma", "ucxx", {"ucx_tls": "tcp,cma", "shared_pools": False})
 UCX_TCP = Fabric("ucx/tcp", "ucxx", {"ucx_tls": "tcp"})
 NIXL = Fabric("nixl/ucx", "nixl", {"backend": "nixl"})
 
@@ -39,7 +40,7 @@ def as_parameter(fabric: Fabric) -> Any:
     return pytest.param(fabric, id=str(fabric), marks=skip)
 
 
-FABRICS = [as_parameter(fabric) for fabric in (UCX_CMA, UCX_TCP, NIXL)]
+FABRICS = [as_parameter(fabric) for fabric in (UCX_SHM, UCX_CMA, UCX_TCP, NIXL)]
 
 
 class Local:
@@ -49,8 +50,8 @@ class Local:
         self, fabric: Fabric = UCX_CMA, *, shares: tuple[RankShare, ...] | None = None, secret: bytes = SECRET,
         layout: dict[str, Any] | None = None, **options: Any,
     ) -> None:  # fmt: skip
-        self.storage = make_storage(make_layout(**layout or {}), (PAGES,))
         config = CacheTransceiverConfig.model_validate({**fabric.config, **options})
+        self.storage = make_storage(make_layout(**layout or {}), (PAGES,), shared=config.wants_shared_pools)
         self.transceiver = CacheTransceiver(
             worker_id=f"local-{id(self)}", storage=self.storage, config=config, secret=secret, shares=shares
         )

@@ -34,8 +34,10 @@ def _serve(pipe: Connection, options: dict[str, Any]) -> None:
         import ucxx._lib.libucxx  # noqa: F401 (before the files may be out of reach)
 
         os.setresuid(*[options["uid"]] * 3)
-    storage = make_storage(make_layout(**options["layout"]), (options["pages"],), fill=options["fill"])
     config = CacheTransceiverConfig(**options["config"])
+    storage = make_storage(
+        make_layout(**options["layout"]), (options["pages"],), fill=options["fill"], shared=config.wants_shared_pools
+    )
     transceiver = CacheTransceiver(
         worker_id=options["name"], storage=storage, config=config, secret=options["secret"], shares=options["shares"]
     )

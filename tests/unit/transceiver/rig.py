@@ -28,10 +28,10 @@ def make_layout(tokens_per_block: int = 8, **changes: Any) -> KvLayout:
 
 
 def make_storage(
-    layout: KvLayout | None = None, pages: Sequence[int] = (16,), fill: int | None = None
+    layout: KvLayout | None = None, pages: Sequence[int] = (16,), fill: int | None = None, *, shared: bool = False
 ) -> BytesPageStorage:
     """Zeroed pages, or random ones from seed `fill`."""
-    storage = BytesPageStorage(layout or make_layout(), list(pages))
+    storage = BytesPageStorage(layout or make_layout(), list(pages), shared=shared)
     if fill is not None:
         rng = np.random.default_rng(fill)
         for group, count in enumerate(pages):

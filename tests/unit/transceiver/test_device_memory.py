@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 from kvcache.storage.bytes_storage import BytesPageStorage
 from kvcache.storage.page_storage import MemoryRegion
 from tests.unit.transceiver.rig import make_layout, make_storage
-from transceiver.device_memory import kernel_may_copy, memory_type, tls_with_devices
+from transceiver.cma import CmaReader
+from transceiver.device_memory import host_may_copy, memory_type, tls_with_devices
 from transceiver.digest import block_digest
 from transceiver.errors import WireFormatError
 from transceiver.handshake import PeerLayout, pack_layout, unpack_layout
@@ -77,13 +79,12 @@ class _Calls:
     [("cpu", "cpu", True), ("cuda:0", "cpu", False), ("cpu", "cuda:0", False), ("cuda:0", "cuda:1", False)],
 )
 def test_the_kernel_copies_host_memory_only(here: str, there: str, kernel: bool) -> None:
-    assert kernel_may_copy(there, here) is kernel
+    assert host_may_copy(there, here) is kernel
     calls = _Calls((here,))
     owner: Any = calls
     fabric: Any = SimpleNamespace(ucp=calls, get_param=calls.get_param)
     link = UcxLink(owner, fabric, SimpleNamespace(handle=1), "peer")
-    reader: Any = object()
-    link.cma = reader
+    link.cma = CmaReader(os.getpid())
     link.get(ReadBatch.single(4096, 0, 64), UcxRemoteRegion(8192, 64, 5, there), 1, "token")
     assert (calls.copied, calls.gets) == ((1, 0) if kernel else (0, 1))
     link.get(ReadBatch.single(4096, 0, 8), UcxRemoteRegion(8192, 64, 5), None, "generation numbers: always host")

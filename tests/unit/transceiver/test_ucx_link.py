@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tests.unit.transceiver.rig import Pair, pair
 from transceiver import CacheTransceiverConfig, TransferStatus
 from transceiver.cma import CmaReader
-from transceiver.cma_copies import CmaCopies
+from transceiver.host_copies import HostCopies
 from transceiver.inproc_link import InprocLink
 from transceiver.transport import ReadBatch, RemoteRegion
 from transceiver.ucx import UcxTransport
@@ -23,7 +23,7 @@ HELD = np.arange(10, 20, dtype=np.uint64)
 
 
 def make_link(*, cma: bool = True) -> UcxLink:
-    owner: Any = SimpleNamespace(copies=CmaCopies(0, lambda: None), no_cma={}, device_of=lambda _: "cpu")
+    owner: Any = SimpleNamespace(copies=HostCopies(0, lambda: None), no_cma={}, device_of=lambda _: "cpu")
     link = UcxLink(owner, SimpleNamespace(), SimpleNamespace(handle=1), "peer")  # type: ignore[arg-type]
     link.cma = CmaReader(os.getpid()) if cma else None
     return link
@@ -111,7 +111,7 @@ def test_a_copy_that_cannot_be_made_is_not_waited_for(monkeypatch: pytest.Monkey
     def refuse(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("transceiver.ucx_link.CmaCopy", refuse)
+    monkeypatch.setattr("transceiver.ucx_link.HostCopy", refuse)
     link = make_link()
     with pytest.raises(MemoryError):
         link.get(numbers_of(np.zeros(4, np.uint64)), region(), None, "token")

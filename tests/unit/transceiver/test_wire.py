@@ -8,6 +8,7 @@ import pytest
 
 from transceiver.errors import WireFormatError
 from transceiver.wire import (
+    PROTOCOL_VERSION,
     Ack,
     Cancel,
     Challenge,
@@ -41,6 +42,9 @@ SAMPLES: list[Message] = [
 ]
 
 
+V = PROTOCOL_VERSION
+
+
 @pytest.mark.parametrize("message", SAMPLES, ids=lambda m: type(m).__name__)
 def test_round_trip(message: Message) -> None:
     payload = encode(message)
@@ -62,23 +66,23 @@ def test_columns_are_equal_after_a_round_trip() -> None:
         b"",
         b"\xc1",
         b"\x90",
-        msgpack.packb([1]),
-        msgpack.packb([2, 1, b"n", "w"]),
+        msgpack.packb([V]),
+        msgpack.packb([V + 1, 1, b"n", "w"]),
         msgpack.packb([True, 1, b"n", "w"]),
-        msgpack.packb([1, 99, b"n"]),
-        msgpack.packb([1, 1, b"n"]),
-        msgpack.packb([1, 1, "text", "w"]),
-        msgpack.packb([1, 1, b"n" * 33, "w"]),
-        msgpack.packb([1, 5, -1, "f", "r"]),
-        msgpack.packb([1, 5, 2**64 - 1, "f", 7]),
-        msgpack.packb([1, 7, 1, 1, b"\0" * 5, b"", b"", b""]),
-        msgpack.packb([1, 7, 1, 1, b"\0" * 4, b"", b"", b""]),
-        msgpack.packb([1, 7, 1, 2, b"", b"", b"", b""]),
-        msgpack.packb([1, 8, 1, b"\0" * 4, b"short"]),
-        msgpack.packb({"version": 1}),
-        msgpack.packb([1, 4, b"", [[0] * 6] * 300]),
-        msgpack.packb([1, [1], b""]),
-        msgpack.packb([1, 6, 1, "t", b"", b"", b"", 1, 1, [[0, b"\0" * 4, b""]]]),
+        msgpack.packb([V, 99, b"n"]),
+        msgpack.packb([V, 1, b"n"]),
+        msgpack.packb([V, 1, "text", "w"]),
+        msgpack.packb([V, 1, b"n" * 33, "w"]),
+        msgpack.packb([V, 5, -1, "f", "r"]),
+        msgpack.packb([V, 5, 2**64 - 1, "f", 7]),
+        msgpack.packb([V, 7, 1, 1, b"\0" * 5, b"", b"", b""]),
+        msgpack.packb([V, 7, 1, 1, b"\0" * 4, b"", b"", b""]),
+        msgpack.packb([V, 7, 1, 2, b"", b"", b"", b""]),
+        msgpack.packb([V, 8, 1, b"\0" * 4, b"short"]),
+        msgpack.packb({"version": V}),
+        msgpack.packb([V, 4, b"", [[0] * 7] * 300]),
+        msgpack.packb([V, [1], b""]),
+        msgpack.packb([V, 6, 1, "t", b"", b"", b"", 1, 1, [[0, b"\0" * 4, b""]]]),
     ],
 )
 def test_hostile_bytes_are_refused(raw: bytes) -> None:
@@ -92,7 +96,7 @@ def test_a_message_beyond_the_bound_is_refused_before_parsing() -> None:
 
 
 def test_another_protocol_version_is_named() -> None:
-    with pytest.raises(WireFormatError, match="protocol version 9 is not 1"):
+    with pytest.raises(WireFormatError, match=f"protocol version 9 is not {V}"):
         decode(msgpack.packb([9, 1, b"n", "w"]))
 
 

@@ -33,11 +33,14 @@ kvferry_link_transfers_total{detail="process_vm_readv",peer="context-0",role="ge
 @pytest.mark.ucx
 @pytest.mark.timeout(120)
 @pytest.mark.skipif(importlib.util.find_spec("ucxx") is None, reason="needs ucxx")
-@pytest.mark.parametrize(("tls", "found"), [("tcp,cma", ("ucx/cma (process_vm_readv)", "ucx/tcp (ucp_get")),
-                                            ("tcp", ("ucx/tcp (ucp_get)",))])  # fmt: skip
-def test_a_real_link_between_two_processes(tls: str, found: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("shared", "tls", "found"), [
+    (True, "tcp,cma", ("ucx/shm (copies from the mapped pool)", "ucx/tcp (ucp_get")),
+    (False, "tcp,cma", ("ucx/cma (process_vm_readv)", "ucx/tcp (ucp_get")),
+    (True, "tcp", ("ucx/tcp (ucp_get)",)),
+])  # fmt: skip
+def test_a_real_link_between_two_processes(shared: bool, tls: str, found: tuple[str, ...]) -> None:
     """Where the kernel refuses cma the finding says TCP and why."""
-    (finding,) = check_link(CacheTransceiverConfig(ucx_tls=tls))
+    (finding,) = check_link(CacheTransceiverConfig(ucx_tls=tls, shared_pools=shared))
     assert finding.verdict is not Verdict.FAIL, finding
     assert finding.subject == "link, ucx"
     assert finding.detail.startswith(found)
