@@ -12,6 +12,9 @@ from collections.abc import Generator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from transceiver.receiver import Pull
 from transceiver.transfer_types import TransferOutcome, TransferStatus
 
@@ -20,8 +23,13 @@ __all__ = ["FoldedPull", "fold_outcomes"]
 _SEVERITY = (TransferStatus.DONE, TransferStatus.TIMED_OUT, TransferStatus.FAILED, TransferStatus.CANCELLED)
 
 
-def fold_outcomes(outcomes: Sequence[TransferOutcome], first: TransferOutcome | None = None) -> TransferOutcome:
-    """One outcome for all parts; `first`, the one that ended the others, gives status and reason."""
+def fold_outcomes(
+    outcomes: Sequence[TransferOutcome], wanted: int, first: TransferOutcome | None = None
+) -> TransferOutcome:
+    """One outcome for all parts, which together want `wanted` different blocks.
+
+    `first`, the one that ended the others, gives status and reason. A block is whole when no part of it is bad.
+    """
     worst = first or max(outcomes, key=lambda outcome: _SEVERITY.index(outcome.status))
     bad = sorted({pair for outcome in outcomes for pair in outcome.bad_ordinals})
     seconds: dict[str, float] = {}
@@ -31,7 +39,7 @@ def fold_outcomes(outcomes: Sequence[TransferOutcome], first: TransferOutcome | 
     return TransferOutcome(
         worst.status,
         worst.reason,
-        min((outcome.blocks for outcome in outcomes if outcome.bytes), default=0),
+        wanted - len(bad),
         sum(outcome.bytes for outcome in outcomes),
         sum(outcome.segments for outcome in outcomes),
         "+".join(sorted({outcome.transport for outcome in outcomes if outcome.transport})),
@@ -84,5 +92,15 @@ class FoldedPull:
             if self._open:
                 return
             first = self._first
-        self.future.set_result(fold_outcomes([pull.future.result() for pull in self._pulls], first))
+        outcomes = [pull.future.result() for pull in self._pulls]
+        self.future.set_result(fold_outcomes(outcomes, _distinct_blocks(self._pulls), first))
         self.settled.set_result(None)
+
+
+def _distinct_blocks(pulls: Sequence[Pull]) -> int:
+    """Blocks that at least one of the pulls asks for; not every holder has something of every layer group."""
+    ordinals: dict[int, list[NDArray[np.int32]]] = {}
+    for pull in pulls:
+        for table in pull.wanted:
+            ordinals.setdefault(table.group, []).append(table.ordinals)
+    return sum(len(np.unique(np.concatenate(columns))) for columns in ordinals.values())

@@ -80,6 +80,11 @@ class Pull:
         """Where this transfer stands (a snapshot)."""
         return self._machine.state
 
+    @property
+    def wanted(self) -> tuple[BlockTable, ...]:
+        """The blocks that were asked for, and the pages that receive them."""
+        return self._tables
+
     def cancel(self) -> bool:
         """Ask to stop. True when nothing touches the pages any more, False: not yet, wait for `settled`."""
         if not self.settled.done():
