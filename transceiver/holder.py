@@ -23,6 +23,7 @@ from transceiver.holder_pulls import ActivePull, find_waiting, request_columns
 from transceiver.loop_context import LoopContext
 from transceiver.page_part import PartView
 from transceiver.publication import Publication
+from transceiver.request_checks import request_problem
 from transceiver.transfer_state import TransferState
 from transceiver.transfer_types import TransferOutcome, TransferStatus
 from transceiver.transport import Link
@@ -97,7 +98,8 @@ class HolderSide:
         if publication is None:
             self._unpublished(link, request, parts, worker_id)
             return
-        refusal = self._refusal(publication, request, worker_id)
+        busy, most = bool(self._of(publication)), self._ctx.config.max_blocks_per_pull
+        refusal = request_problem(publication, request, worker_id, busy=busy, max_blocks=most)
         if refusal is not None:
             stats.refused_pulls += 1
             self._tell(link, Refuse(request.pull_id, *refusal))
@@ -107,21 +109,6 @@ class HolderSide:
         publication.machine.advance(TransferState.READY)
         publication.machine.advance(TransferState.TRANSFERRING)
         self._grant(active)
-
-    def _refusal(self, publication: Publication, request: PullRequest, worker_id: str) -> tuple[str, str] | None:
-        if not hmac.compare_digest(publication.ticket.token, request.token):
-            return "token", "the token does not belong to this grant"
-        if publication.conversation != request.conversation:
-            return "conversation", "the grant belongs to another conversation"
-        if publication.scope != request.scope:
-            return "scope", "the grant belongs to another reuse scope"
-        if publication.receiver is not None and publication.receiver != worker_id:
-            return "receiver", "the grant belongs to another worker"
-        if self._of(publication):
-            return "transfer_id", "another receiver is pulling this grant"
-        if sum(len(g.ordinals) for g in request.groups) > self._ctx.config.max_blocks_per_pull:
-            return "groups", "more blocks than max_blocks_per_pull"
-        return None
 
     def _unpublished(
         self, link: Link, request: PullRequest, parts: tuple[PartView | None, ...], worker_id: str
@@ -279,8 +266,7 @@ class HolderSide:
         for key, other in list(self._active.items()):
             if other.publication is publication:
                 del self._active[key]
-        counter = f"sent_{status.value}"
-        setattr(self._ctx.stats, counter, getattr(self._ctx.stats, counter) + 1)
+        self._ctx.stats.count_sent(status)
         now = self._ctx.clock()
         seconds = {"total": now - publication.created}
         if active is not None:

@@ -91,6 +91,10 @@ class LoopContext:
 
         self._executor.submit(work).add_done_callback(done)
 
+    def end_background(self) -> None:
+        """Wait for the work that the digest thread is at, drop the rest, end the thread. Idempotent."""
+        self._executor.shutdown(wait=True, cancel_futures=True)
+
     def run_due(self) -> float:
         """Run posted calls and due timers; returns the seconds until the next timer (at most 1)."""
         while not self._posted.empty():  # nobody else takes from it

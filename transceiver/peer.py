@@ -1,22 +1,27 @@
 """One link and what is known of its other end: how far the handshake is, its pools, the pulls that use it.
 
-Made and changed by `PeerTable`; read by `Pull`.
+Made and changed by `PeerTable` and `LinkHandshake`, in the loop; read by `Pull`.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from transceiver.device_memory import HOST
+from transceiver.errors import LinkClosedError
 from transceiver.loop_context import Timer
-from transceiver.messages import Challenge, Hello, RegionInfo
+from transceiver.messages import Challenge, Hello, Message, RegionInfo
 from transceiver.page_part import PagePart, PoolShape
 from transceiver.receiver import Pull
 from transceiver.transport import Link, RemoteRegion
+from transceiver.wire import encode
 
 __all__ = ["LinkPhase", "Peer"]
+
+_log = logging.getLogger(__name__)
 
 
 class LinkPhase(StrEnum):
@@ -45,6 +50,29 @@ class Peer:
     farewells: list[bytes] = field(default_factory=list)
     infos: dict[tuple[int, int], RegionInfo] = field(default_factory=dict)
     regions: dict[tuple[int, int], RemoteRegion] = field(default_factory=dict)
+
+    def tell(self, message: Message) -> None:
+        """Send a message; a link that is gone is told nothing, its loss resolves the rest."""
+        self._send(encode(message))
+
+    def _send(self, payload: bytes) -> None:
+        try:
+            self.link.send(payload)
+        except LinkClosedError as error:
+            _log.debug("a message to %s was not sent: %s", self.link.peer, error)
+
+    def become_ready(self) -> None:
+        """The handshake is over: larger messages may come, and what waited for the link is said."""
+        self.phase = LinkPhase.READY
+        self.link.trust()
+        self.stop_timer()
+        while self.farewells:
+            self._send(self.farewells.pop(0))
+
+    def stop_timer(self) -> None:
+        """The handshake is not waited for any more."""
+        if self.timer is not None:
+            self.timer.cancel()
 
     def num_pages(self, group: int) -> int:
         """Pages in the peer's pool of `group`."""

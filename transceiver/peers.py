@@ -1,40 +1,18 @@
-"""Links and who is at their other end: connecting, the handshake on both sides, dispatch of proven peers' messages.
+"""Links and who is at their other end: connecting, losing and refusing them, dispatch of proven peers' messages.
 
-Runs in the loop. A peer that has not proved the cluster secret gets nothing but the handshake, within small bounds and
+Runs in the loop. A peer that has not proved the cluster secret gets nothing but the handshake (`LinkHandshake`), within
 a short deadline. A refusal ends that link only. Outgoing links serve this side's pulls; incoming ones its grants.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 
-from transceiver.errors import HandshakeRefusedError, LinkClosedError, TransceiverError, WireFormatError
-from transceiver.handshake import (
-    NONCE_BYTES,
-    PeerLayout,
-    check_challenge,
-    check_layout,
-    check_proof,
-    check_regions,
-    make_challenge,
-    make_proof,
-    pack_layout,
-    parts_between,
-)
+from transceiver.errors import HandshakeRefusedError, TransceiverError, WireFormatError
 from transceiver.holder import HolderSide
+from transceiver.link_handshake import HandshakeStep, LinkHandshake
 from transceiver.loop_context import LoopContext
-from transceiver.page_part import PoolShape
-from transceiver.peer import LinkPhase, Peer
-from transceiver.pull_data import Read
-from transceiver.receiver import Pull
-from transceiver.stats import LinkStats
-from transceiver.transfer_types import TransferStatus
-from transceiver.transport import Link
-from transceiver.wire import (
-    MAX_MESSAGE_BYTES,
-    MAX_REGION_BYTES,
-    MAX_UNPROVEN_BYTES,
+from transceiver.messages import (
     Ack,
     Cancel,
     Challenge,
@@ -45,32 +23,30 @@ from transceiver.wire import (
     Proof,
     PullRequest,
     Refuse,
-    RegionInfo,
     Welcome,
-    decode,
-    encode,
 )
+from transceiver.peer import LinkPhase, Peer
+from transceiver.pull_data import Read
+from transceiver.receiver import Pull
+from transceiver.stats import LinkStats
+from transceiver.transfer_types import TransferStatus
+from transceiver.transport import Link
+from transceiver.wire import decode
 
 __all__ = ["PeerTable"]
 
 _log = logging.getLogger(__name__)
-_MAX_HELLO_BYTES = MAX_UNPROVEN_BYTES
 _LINGER_S = 0.5  # how long a refused link stays open so that the refusal arrives
 
 
 class PeerTable:
     """Implements `TransportHandler`: every link of one transceiver."""
 
-    def __init__(self, context: LoopContext, holder: HolderSide, nonce: Callable[[], bytes]) -> None:
+    def __init__(self, context: LoopContext, holder: HolderSide, handshake: LinkHandshake) -> None:
         self._ctx = context
         self._holder = holder
         holder.is_linked = self._is_linked
-        self.own_regions: tuple[RegionInfo, ...] = ()  # set before the first peer can connect
-        self._nonce = nonce
-        regions = [context.storage.region(group) for group in range(len(context.storage.layout.groups))]
-        pools = tuple(PoolShape(r.layer_major, r.nbytes // r.page_bytes, r.device) for r in regions)
-        self._own = PeerLayout(context.storage.layout, context.shares, pools)
-        self._layout = pack_layout(self._own)
+        self._handshake = handshake
         self._by_link: dict[int, Peer] = {}
         self._by_address: dict[str, Peer] = {}
         self._refused: dict[str, tuple[float, str]] = {}
@@ -119,8 +95,7 @@ class PeerTable:
         peer = self._adopt(self._ctx.transport.connect(address), outgoing=True)
         peer.address = address
         self._by_address[address] = peer
-        peer.hello = Hello(self._nonce(), self._ctx.worker_id)
-        self._tell(peer, peer.hello)
+        self._handshake.greet(peer)
         return peer
 
     def _adopt(self, link: Link, *, outgoing: bool) -> Peer:
@@ -161,15 +136,12 @@ class PeerTable:
         peer = self._by_link.get(id(link))
         if peer is None or peer.phase is LinkPhase.CLOSED:
             return
-        limit = _MAX_HELLO_BYTES + len(self._layout) * 4
-        if peer.outgoing and peer.phase is LinkPhase.PROVING:  # the holder has proved the secret; its keys come now
-            limit += MAX_REGION_BYTES * 2 * len(self._own.layout.groups)
         try:
-            message = decode(payload, MAX_MESSAGE_BYTES if peer.phase is LinkPhase.READY else limit)
+            message = decode(payload, self._handshake.limit(peer))
             if peer.phase is LinkPhase.READY:
                 self._dispatch(peer, message)
             else:
-                self._handshake(peer, message)
+                self._advance(peer, message)
         except WireFormatError as error:
             self._ctx.stats.malformed_messages += 1
             self._refuse(peer, "message", f"malformed message: {error}")
@@ -179,48 +151,20 @@ class PeerTable:
             _log.exception("a message from %s broke the protocol code; its link is closed", link.peer)
             self._close(peer, f"internal error: {error!r}")
 
-    # --- handshake ----------------------------------------------------------------------------------------------
+    # --- inside -------------------------------------------------------------------------------------------------
 
-    def _handshake(self, peer: Peer, message: Message) -> None:
-        match message:
-            case Hello() if not peer.outgoing and peer.phase is LinkPhase.CONNECTING:
-                if len(message.nonce) != NONCE_BYTES:
-                    raise HandshakeRefusedError("nonce", "the challenge has a wrong length")
-                peer.hello = message
-                peer.challenge = make_challenge(self._ctx.secret, message, self._nonce(), self._ctx.worker_id)
-                peer.phase = LinkPhase.PROVING
-                self._tell(peer, peer.challenge)
-            case Challenge() if peer.outgoing and peer.phase is LinkPhase.CONNECTING and peer.hello is not None:
-                check_challenge(self._ctx.secret, peer.hello, message)
-                peer.worker_id = message.worker_id
-                peer.phase = LinkPhase.PROVING
-                self._tell(peer, make_proof(self._ctx.secret, peer.hello, message, self._layout))
-            case Proof() if not peer.outgoing and peer.hello is not None and peer.challenge is not None:
-                check_proof(self._ctx.secret, peer.hello, peer.challenge, message)
-                peer.parts = parts_between(self._own, check_layout(self._own, message.layout))
-                peer.worker_id = peer.hello.worker_id
-                self._ready(peer)
-                self._tell(peer, Welcome(self._layout, self.own_regions, self._ctx.transport.identity))
-            case Welcome() if peer.outgoing and peer.phase is LinkPhase.PROVING:
-                layout = check_layout(self._own, message.layout)
-                peer.parts, peer.pools = parts_between(layout, self._own), layout.pools
-                peer.infos = check_regions(layout, message.regions)
-                probe, shared = peer.infos[1, 0], peer.pools_are_shared
-                if not peer.link.on_peer_process(message.identity, probe, shared=shared):
-                    self._connect_anew(peer)
-                    return
-                self._ready(peer)
-                for pull in list(peer.pulls.values()):
-                    pull.on_link(peer)
-            case Hello() if not peer.outgoing and message == peer.hello:
-                self._ctx.stats.stale_messages += 1  # a duplicate
-            case Challenge() if peer.outgoing and peer.phase is LinkPhase.PROVING:
-                self._ctx.stats.stale_messages += 1
-            case Refuse():
-                self._ctx.stats.refused_links += 1
-                self._remember(peer, f"refused by the peer ({message.field}): {message.reason}")
-            case _:
-                raise WireFormatError(f"{type(message).__name__} is not expected now")
+    def _advance(self, peer: Peer, message: Message) -> None:
+        """A message on a link whose handshake is not over."""
+        if isinstance(message, Refuse):
+            self._ctx.stats.refused_links += 1
+            self._remember(peer, f"refused by the peer ({message.field}): {message.reason}")
+            return
+        step = self._handshake.step(peer, message)
+        if step is HandshakeStep.OTHER_WAY:
+            self._connect_anew(peer)
+        elif step is HandshakeStep.READY:
+            for pull in list(peer.pulls.values()):
+                pull.on_link(peer)
 
     def _taken_along(self, peer: Peer) -> list[Pull]:
         """Pulls of a link that broke before the holder answered them: they go on over a new one."""
@@ -247,14 +191,6 @@ class PeerTable:
             pull.retries += 1
             self._ctx.stats.retries += 1
             self.attach(pull)
-
-    def _ready(self, peer: Peer) -> None:
-        peer.phase = LinkPhase.READY
-        peer.link.trust()
-        if peer.timer is not None:
-            peer.timer.cancel()
-        while peer.farewells:
-            self._send(peer, peer.farewells.pop(0))
 
     def _dispatch(self, peer: Peer, message: Message) -> None:
         if not peer.outgoing:
@@ -295,7 +231,7 @@ class PeerTable:
 
     def _refuse(self, peer: Peer, field_name: str, reason: str) -> None:
         self._ctx.stats.refused_links += 1
-        self._tell(peer, Refuse(0, field_name, reason[:2000]))
+        peer.tell(Refuse(0, field_name, reason[:2000]))
         self._remember(peer, reason)
 
     def _remember(self, peer: Peer, reason: str) -> None:
@@ -314,8 +250,7 @@ class PeerTable:
         if peer.phase is LinkPhase.CLOSED:
             return
         peer.phase = LinkPhase.CLOSED
-        if peer.timer is not None:
-            peer.timer.cancel()
+        peer.stop_timer()
         self._by_link.pop(id(peer.link), None)
         if peer.address and self._by_address.get(peer.address) is peer:
             del self._by_address[peer.address]
@@ -323,15 +258,6 @@ class PeerTable:
             pull.on_lost(reason)
         if not peer.outgoing:
             self._holder.on_lost(peer.link, reason, peer.worker_id)
-
-    def _tell(self, peer: Peer, message: Message) -> None:
-        self._send(peer, encode(message))
-
-    def _send(self, peer: Peer, payload: bytes) -> None:
-        try:
-            peer.link.send(payload)
-        except LinkClosedError as error:
-            _log.debug("a message to %s was not sent: %s", peer.link.peer, error)
 
     def close(self) -> None:
         """Forget every peer; the transport cuts the links."""

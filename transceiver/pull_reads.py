@@ -19,9 +19,10 @@ from kvcache.storage.page_storage import PageStorage
 from transceiver.page_part import PagePart
 from transceiver.transport import ReadBatch
 
-__all__ = ["STAGING_BYTES", "UNKNOWN_PAGE", "Rows", "Segment", "plan_segments"]
+__all__ = ["MISSING_PAGE", "STAGING_BYTES", "UNKNOWN_PAGE", "Rows", "Segment", "plan_segments"]
 
 UNKNOWN_PAGE = -2  # in `Rows.remote`: not granted yet
+MISSING_PAGE = -1  # in `Rows.remote` and in a grant: the holder does not have it
 STAGING_BYTES = 1 << 20  # small enough to stay in the cache between the read and the copy to its place
 
 

@@ -20,7 +20,7 @@ from transceiver.errors import LinkClosedError
 from transceiver.grant_checks import grant_problem, is_duplicate_grant
 from transceiver.loop_context import LoopContext, Timer
 from transceiver.pull_data import PullData
-from transceiver.pull_reads import Rows, Segment, plan_segments
+from transceiver.pull_reads import MISSING_PAGE, Rows, Segment, plan_segments
 from transceiver.transfer_checks import phase_seconds
 from transceiver.transfer_state import TransferState, TransferStateMachine
 from transceiver.transfer_types import GrantTicket, TransferOutcome, TransferStatus
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 __all__ = ["Pull"]
 
 _log = logging.getLogger(__name__)
-_MISSING = -1
 _MAX_RETRIES = 1
 
 
@@ -65,9 +64,7 @@ class Pull:
         self._created = context.clock()
         self._marks: dict[str, float] = {}
         self.retries = 0
-        self._mismatches = 0
         self._rows = Rows.wanted(tables)
-        self._bad = np.zeros(len(self._rows), np.bool_)
         self._last = False
         self._checking = False
         self._checks = ArrivalChecks(self._rows)
@@ -181,7 +178,7 @@ class Pull:
         self._machine.advance(TransferState.TRANSFERRING)
         self._rows.remote[rows] = message.pages
         self._rows.generation[rows] = message.generations
-        self._bad[rows] |= message.pages == _MISSING
+        self._checks.miss(rows[message.pages == MISSING_PAGE])
         self._last = bool(message.last)
         if message.digests:
             self._checks.expect(rows, message.digests)
@@ -225,39 +222,23 @@ class Pull:
             if self.data.read_generations():
                 return
         if self._machine.state is not TransferState.TRANSFERRED:
-            self._check_generations()
+            self._ctx.stats.stale_generations += self._checks.find_stale()
             self._machine.advance(TransferState.TRANSFERRED)
         if self.data.working:
             return
         if self._ctx.config.verify:
-            arrived = np.flatnonzero(~self._bad)
-            if not self._checks.complete(arrived):
+            if not self._checks.complete:
                 return
-            wrong = self._checks.mismatches(arrived)
-            self._ctx.stats.digests_checked += len(arrived)
-            self._ctx.stats.digest_mismatches += len(wrong)
-            self._mismatches = len(wrong)
-            self._bad[wrong] = True
-        self._finish()
-
-    def _check_generations(self) -> None:
-        stale = self._checks.stale()
-        self._ctx.stats.stale_generations += len(stale)
-        self._bad[stale] = True
-
-    def _finish(self) -> None:
-        if not self._bad.any():
-            self._end(TransferStatus.DONE, "")
-            return
-        missing = int((self._rows.remote == _MISSING).sum())
-        reason = f"{int(self._bad.sum())} of {len(self._bad)} blocks did not arrive whole"
-        self._end(TransferStatus.FAILED, f"{reason} ({missing} not held by the holder)" if missing else reason)
+            self._ctx.stats.digests_checked += self._checks.compare()
+            self._ctx.stats.digest_mismatches += self._checks.num_mismatches
+        complaint = self._checks.complaint()
+        self._end(TransferStatus.FAILED if complaint else TransferStatus.DONE, complaint)
 
     def fail(self, status: TransferStatus, reason: str, *, tell: bool = True) -> None:
         """End without success; late calls change nothing."""
         if self._machine.terminal:
             return
-        self._bad[:] = True
+        self._checks.give_up()
         self._end(status, reason, tell=tell)
 
     def _end(self, status: TransferStatus, reason: str, *, tell: bool = True) -> None:
@@ -268,18 +249,17 @@ class Pull:
         if self._timer is not None:
             self._timer.cancel()
         self.data.drop_waiting()
-        good = int((~self._bad).sum())
+        good = self._checks.num_good
         peer, now = self._peer, self._ctx.clock()
         if tell and peer is not None:
             try:
                 peer.link.send(encode(Ack(self.pull_id, status.value, reason[:2000], good, self.data.bytes)))
             except Exception as error:  # whatever it is, the future below must resolve
                 _log.debug("acknowledgement not sent: %s", error)
-        bad = tuple(zip(self._rows.group[self._bad].tolist(), self._rows.ordinal[self._bad].tolist(), strict=True))
         transport = peer.link.transport if peer is not None else ""
         outcome = TransferOutcome(
-            status, reason, good, self.data.bytes, self.data.segments, transport, bad,
-            phase_seconds(self._marks, self._created, now), self.retries, self._mismatches,
+            status, reason, good, self.data.bytes, self.data.segments, transport, self._checks.bad_ordinals(),
+            phase_seconds(self._marks, self._created, now), self.retries, self._checks.num_mismatches,
         )  # fmt: skip
         self._ctx.post(lambda: self._watch_drain(peer))
         self.future.set_result(outcome)

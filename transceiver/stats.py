@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TextIO
 
-from transceiver.transfer_types import TransferOutcome
+from transceiver.transfer_types import TransferOutcome, TransferStatus
 
 __all__ = ["LinkStats", "PerfCsv", "PerfRow", "TransceiverStats"]
 
@@ -88,6 +88,20 @@ class TransceiverStats:
     reconnects: int = 0
     retries: int = 0
     links: dict[str, LinkStats] = field(default_factory=dict)
+
+    def count_sent(self, status: TransferStatus) -> None:
+        """A grant has ended."""
+        name = f"sent_{status.value}"
+        setattr(self, name, getattr(self, name) + 1)
+
+    def count_received(self, outcome: TransferOutcome) -> None:
+        """A pull has ended and is settled."""
+        name = f"received_{outcome.status.value}"
+        setattr(self, name, getattr(self, name) + 1)
+        self.pulls += 1
+        self.blocks_received += outcome.blocks
+        self.bytes_received += outcome.bytes
+        self.segments_received += outcome.segments
 
 
 @dataclass(frozen=True, slots=True)

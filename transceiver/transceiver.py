@@ -1,16 +1,14 @@
 """`CacheTransceiver`: a worker's door for KV blocks. Publish what peers may take, pull what is missing here.
 
-Owns one loop thread and one digest thread; all protocol code runs in the loop. Called by workers from any thread. It
-knows block ranges and memory; it must never know a scheduler, a sequence or a text.
+Owns one loop thread (`TransceiverLoop`) and one digest thread; all protocol code runs in the loop. Called by workers
+from any thread. It knows block ranges and memory; it must never know a scheduler, a sequence or a text.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import logging
 import secrets
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,24 +17,23 @@ from kvcache.block_table import BlockTable
 from kvcache.storage.page_storage import PageStorage
 from transceiver.backends import make_transport
 from transceiver.config import CacheTransceiverConfig
-from transceiver.errors import TransceiverClosedError, TransceiverError, TransceiverFullError
+from transceiver.errors import TransceiverClosedError
 from transceiver.handshake import MIN_SECRET_BYTES
 from transceiver.holder import HolderSide
 from transceiver.loop_context import LoopContext
+from transceiver.open_transfers import OpenTransfers
 from transceiver.parallel_layout import RankShare
-from transceiver.peers import PeerTable
 from transceiver.publication import Publication
 from transceiver.receiver import Pull
 from transceiver.stats import TransceiverStats
 from transceiver.testing import FaultInjector
-from transceiver.transfer_checks import check_identity, check_seconds, check_tables, conversation_digest, perf_row
+from transceiver.transceiver_loop import TransceiverLoop
+from transceiver.transfer_checks import check_identity, check_seconds, check_tables, conversation_digest
 from transceiver.transfer_types import GrantTicket, TransferOutcome, TransferStatus
-from transceiver.wire import RegionInfo
 
 __all__ = ["CacheTransceiver"]
 
 _log = logging.getLogger(__name__)
-_START_TIMEOUT_S = 30.0
 
 
 class CacheTransceiver:
@@ -62,14 +59,9 @@ class CacheTransceiver:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="kvferry-digest")
         self._ctx = LoopContext(worker_id, storage, config, secret, self._transport, self._executor, clock, shares)
         self._holder = HolderSide(self._ctx, secrets.token_bytes(16))
-        self._peers: PeerTable | None = None
-        self._pulls: dict[int, Pull] = {}
-        self._open_publications: set[Publication] = set()
-        self._lock = threading.Lock()
+        self._transfers = OpenTransfers(self._ctx)
+        self._loop = TransceiverLoop(self._ctx, self._holder, self._transfers)
         self._pull_ids = itertools.count(1)
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._address = ""
 
     # --- life ---------------------------------------------------------------------------------------------------
 
@@ -78,32 +70,19 @@ class CacheTransceiver:
 
         Raises TransportUnavailableError (what to install or change) or TransceiverError.
         """
-        if self._thread is not None:
-            raise TransceiverError("a transceiver starts once")
-        started: Future[None] = Future()
-        self._thread = threading.Thread(
-            target=self._run, args=(started,), name=f"kvferry-transceiver-{self._ctx.worker_id}", daemon=True
-        )
-        self._thread.start()
-        started.result(_START_TIMEOUT_S)
+        self._loop.start()
 
     @property
     def address(self) -> str:
         """Where peers connect: ``ucx://host:port`` or ``inproc://worker-id``."""
-        if not self._address:
+        if not self._loop.address:
             raise TransceiverClosedError("start the transceiver first")
-        return self._address
+        return self._loop.address
 
     def close(self) -> None:
         """End every transfer (CANCELLED), cut all links, stop the threads. Blocks up to a few seconds. Idempotent."""
-        self._stop.set()
-        thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            self._transport.wake()
-            thread.join(_START_TIMEOUT_S)
-            if thread.is_alive():
-                raise TransceiverError("the transceiver's loop did not stop; its memory must not be freed")
-        self._executor.shutdown(wait=True, cancel_futures=True)
+        self._loop.stop()
+        self._ctx.end_background()
         self._ctx.csv.close()
 
     def __enter__(self) -> CacheTransceiver:
@@ -148,11 +127,7 @@ class CacheTransceiver:
             ticket, tables, conversation, scope, lease_s, self._ctx.clock(),
             lambda p: self._ctx.post(lambda: self._holder.cancel(p)), self._extend, not open_ended, receiver,
         )  # fmt: skip
-        with self._lock:
-            if len(self._open_publications) >= self._ctx.config.max_publications:
-                raise TransceiverFullError("max_publications grants are open: try again later")
-            self._open_publications.add(publication)
-        publication.future.add_done_callback(lambda _: self._published(publication))
+        self._transfers.add_publication(publication)
         self._ctx.post(lambda: self._holder.add(publication), lambda error: self._withdraw(publication, error))
         return publication
 
@@ -174,10 +149,7 @@ class CacheTransceiver:
             self._ctx, next(self._pull_ids), ticket, tables, conversation_digest(conversation_id), scope, timeout_s,
             self._settled,
         )  # fmt: skip
-        with self._lock:
-            if len(self._pulls) >= self._ctx.config.max_pulls:
-                raise TransceiverFullError("max_pulls pulls are open: try again later")
-            self._pulls[pull.pull_id] = pull
+        self._transfers.add_pull(pull)
         self._ctx.post(lambda: self._begin(pull), pull.break_off)
         return pull
 
@@ -193,7 +165,7 @@ class CacheTransceiver:
 
     def prepare(self, tables: tuple[BlockTable, ...]) -> None:
         """Hash committed blocks now, in the background, so that a later hand-off finds their digests. Never blocks."""
-        if not self._ctx.config.verify or self._stop.is_set():
+        if not self._ctx.config.verify or self._loop.stopped:
             return
         rows = [
             (t.group, int(p), int(g), int(v))
@@ -206,27 +178,17 @@ class CacheTransceiver:
 
     def stats(self) -> TransceiverStats:
         """A snapshot of all counters."""
-        with self._lock:
-            pulls = list(self._pulls.values())
-            publications = len(self._open_publications)
-        return dataclasses.replace(
-            self._ctx.stats,
-            open_publications=publications,
-            open_pulls=sum(not pull.future.done() for pull in pulls),
-            quarantined_pulls=sum(pull.future.done() for pull in pulls),
-            parked_requests=self._holder.parked_count,
-            links={key: dataclasses.replace(value) for key, value in list(self._ctx.stats.links.items())},
-        )
+        return self._transfers.snapshot(self._holder.parked_count)
 
     def links(self) -> dict[str, str]:
         """Worker id of every connected peer -> the transport that moves the bytes, as found out from the fabric.
 
         Blocks until the loop has answered (at most a second; then it is empty).
         """
-        if self._peers is None or self._stop.is_set():
+        if not self._loop.running:
             return {}
         answer: Future[dict[str, str]] = Future()
-        peers = self._peers
+        peers = self._loop.peers
         self._ctx.post(lambda: answer.set_result(peers.links()))
         try:
             return answer.result(1.0)
@@ -236,14 +198,13 @@ class CacheTransceiver:
     # --- inside -------------------------------------------------------------------------------------------------
 
     def _check_running(self) -> None:
-        if self._thread is None or self._stop.is_set() or not self._address:
+        if not self._loop.running:
             raise TransceiverClosedError("the transceiver is not running: call start() first, nothing after close()")
 
     def _begin(self, pull: Pull) -> None:
-        assert self._peers is not None
         pull.start()
         if not pull.future.done():
-            self._peers.attach(pull)
+            self._loop.peers.attach(pull)
 
     def _extend(self, publication: Publication, tables: tuple[BlockTable, ...], last: bool) -> None:
         check_tables(self._ctx.storage, tables)
@@ -262,73 +223,9 @@ class CacheTransceiver:
                 outcome = TransferOutcome(TransferStatus.FAILED, f"internal error: {error!a}")
                 publication.future.set_result(outcome)
 
-    def _published(self, publication: Publication) -> None:
-        with self._lock:
-            self._open_publications.discard(publication)
-
     def _settled(self, pull: Pull) -> None:
-        with self._lock:
-            self._pulls.pop(pull.pull_id, None)
-        if self._peers is not None:
-            self._peers.detach(pull)
-        stats, outcome = self._ctx.stats, pull.future.result()
-        name = f"received_{outcome.status.value}"
-        setattr(stats, name, getattr(stats, name) + 1)
-        stats.pulls += 1
-        stats.blocks_received += outcome.blocks
-        stats.bytes_received += outcome.bytes
-        stats.segments_received += outcome.segments
-        self._ctx.csv.write(perf_row(pull.ticket, outcome))
-
-    def _run(self, started: Future[None]) -> None:
-        try:
-            self._peers = self._open()
-        except BaseException as error:
-            self._transport.close()
-            started.set_exception(error)
-            return
-        started.set_result(None)
-        try:
-            while not self._stop.is_set():
-                wait = self._ctx.run_due()
-                if not self._stop.is_set():
-                    self._transport.poll(wait)
-        except Exception:
-            _log.exception("the transceiver's loop of worker %s failed; every transfer ends", self._ctx.worker_id)
-        finally:
-            self._shut_down()
-
-    def _open(self) -> PeerTable:
-        storage, transport, regions = self._ctx.storage, self._transport, []
-        peers = PeerTable(self._ctx, self._holder, lambda: secrets.token_bytes(16))
-        transport.open(peers)
-        for group in range(len(storage.layout.groups)):
-            for kind, region in enumerate((storage.region(group), storage.generations_region(group))):
-                handle, key = transport.register(region)
-                if kind == 0:
-                    self._ctx.registrations[group] = handle
-                file = 0 if region.shared_fd is None else region.shared_fd + 1
-                regions.append(RegionInfo(kind, group, region.address, region.nbytes, region.page_bytes, key, file))
-        peers.own_regions = tuple(regions)
-        self._address = transport.address
-        return peers
-
-    def _shut_down(self) -> None:
-        self._stop.set()
-        self._ctx.run_due()
-        for pull in list(self._pulls.values()):
-            pull.fail(TransferStatus.CANCELLED, "the transceiver was closed")
-        self._holder.close()
-        assert self._peers is not None
-        self._peers.close()
-        self._transport.close()
-        self._executor.shutdown(wait=True, cancel_futures=True)
-        for pull in list(self._pulls.values()):
-            pull.force_settled()
-        with self._lock:
-            late = [publication for publication in self._open_publications if not publication.future.done()]
-        for publication in late:
-            publication.future.set_result(TransferOutcome(TransferStatus.CANCELLED, "the transceiver was closed"))
+        self._loop.peers.detach(pull)
+        self._transfers.pull_settled(pull)
 
 
 def _report(result: object) -> None:

@@ -131,7 +131,7 @@ def test_a_live_holder_survives_strangers(seed: int) -> None:
         assert eventually(lambda: p.holder.stats().malformed_messages + p.holder.stats().refused_links >= 20)
         assert p.pull(p.publish()).future.result(5).status is TransferStatus.DONE
         stranger.close()
-        assert eventually(lambda: len(p.holder._peers._by_link) == 1)  # type: ignore[union-attr]
+        assert eventually(lambda: len(p.holder._loop.peers._by_link) == 1)
         assert p.holder.stats().parked_requests == 0
 
 

@@ -125,7 +125,7 @@ def broken(*_: object, **__: object) -> Any:
 
 PLACES: list[tuple[str, Callable[[Pair], tuple[object, str]]]] = [
     ("start", lambda p: ("transceiver.receiver.Pull", "start")),
-    ("attach", lambda p: (p.receiver._peers, "attach")),
+    ("attach", lambda p: (p.receiver._loop.peers, "attach")),
     ("connect", lambda p: (p.receiver._transport, "connect")),
     ("on_link", lambda p: ("transceiver.receiver.Pull", "on_link")),
     ("request", lambda p: ("transceiver.receiver.Pull", "_request")),
