@@ -13,7 +13,7 @@ import socket
 from collections import deque
 
 from transceiver.errors import LinkClosedError
-from transceiver.host_port import resolve
+from transceiver.host_port import numeric
 from transceiver.wire import MAX_MESSAGE_BYTES
 
 __all__ = ["MAX_UNPROVEN_FRAME", "ControlSocket"]
@@ -39,11 +39,8 @@ class ControlSocket:
 
     @staticmethod
     def connect(host: str, port: int) -> ControlSocket:
-        """Start connecting; failures show in `broken` later. Raises OSError.
-
-        Blocks only for the look-up of a host that is no numeric address, and at most as long as `resolve` does.
-        """
-        family, kind, proto, _, target = resolve(host, port)
+        """Start connecting to a numeric address; failures show in `broken` later. Raises OSError. Never blocks."""
+        family, kind, proto, _, target = numeric(host, port)
         connection = socket.socket(family, kind | socket.SOCK_CLOEXEC, proto)
         try:
             connection.setblocking(False)

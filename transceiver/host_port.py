@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import socket
-import threading
-from concurrent.futures import Future
 from typing import Any, TypeAlias
 
 from transceiver.errors import TransceiverError
 
-__all__ = ["AddressInfo", "format_address", "parse_address", "resolve"]
+__all__ = ["AddressInfo", "format_address", "name_in", "numeric", "parse_address", "with_host"]
 
-LOOKUP_S = 1.0  # a transport's only thread waits for it
+_SCHEMES = ("ucx", "nixl")  # of the transports that listen on a host and a port
 AddressInfo: TypeAlias = tuple[socket.AddressFamily, socket.SocketKind, int, str, Any]
 
 
@@ -31,29 +29,30 @@ def format_address(scheme: str, host: str, port: int) -> str:
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-def resolve(host: str, port: int) -> AddressInfo:
-    """What `socket.getaddrinfo` says first of a TCP peer. Numeric addresses need no look-up and do not block.
-
-    A name is looked up in a thread of its own; blocks for LOOKUP_S at most. Raises OSError.
-    """
+def numeric(host: str, port: int) -> AddressInfo:
+    """What `socket.getaddrinfo` says of a TCP peer at a numeric address. Raises OSError for a name: no look-up."""
     try:
         return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0]
-    except socket.gaierror:
-        pass
-    except UnicodeError as error:
-        raise OSError(f"{host!r} is no name of a host: {error}") from error
-    answer: Future[AddressInfo] = Future()
+    except (socket.gaierror, UnicodeError) as error:
+        raise OSError(f"{host!r} is not a numeric address: {error}") from error
 
-    def look_up() -> None:
-        try:
-            answer.set_result(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0])
-        except Exception as error:
-            answer.set_exception(error)
 
-    threading.Thread(target=look_up, name="kvferry-lookup", daemon=True).start()
+def name_in(address: str) -> str:
+    """The name of a host that must be looked up before anybody can connect to `address`; empty when there is none."""
+    scheme = address.partition("://")[0]
+    if scheme not in _SCHEMES:
+        return ""
     try:
-        return answer.result(LOOKUP_S)
-    except TimeoutError as error:
-        if answer.done():  # the look-up's own
-            raise
-        raise OSError(f"the name {host!r} was not found within {LOOKUP_S:g} s") from error
+        host, port = parse_address(scheme, address)
+        numeric(host, port)
+    except TransceiverError:  # the transport will say so
+        return ""
+    except OSError:
+        return host
+    return ""
+
+
+def with_host(address: str, host: str) -> str:
+    """`address` with another host."""
+    scheme = address.partition("://")[0]
+    return format_address(scheme, host, parse_address(scheme, address)[1])

@@ -6,6 +6,7 @@ inside the loop, one after the other: no other locking exists in the protocol.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import logging
@@ -70,7 +71,7 @@ class LoopContext:
 
         Whoever posts what a future waits for gives `failed`: else an error is logged and the future never resolves.
         """
-        self._posted.put(action if failed is None else lambda: self._guarded(action, failed))
+        self._posted.put(action if failed is None else lambda: self.guarded(action, failed))
         self.transport.wake()
 
     def after(self, seconds: float, action: Callable[[], None]) -> Timer:
@@ -98,27 +99,26 @@ class LoopContext:
     def run_due(self) -> float:
         """Run posted calls and due timers; returns the seconds until the next timer (at most 1)."""
         while not self._posted.empty():  # nobody else takes from it
-            self._run(self._posted.get_nowait())
+            self.guarded(self._posted.get_nowait())
         now = self.clock()
         while self._timers and self._timers[0][0] <= now:
             due = heapq.heappop(self._timers)[2]
             if due.action is not None:
-                self._run(due.action)
+                self.guarded(due.action)
         while self._timers and self._timers[0][2].action is None:
             heapq.heappop(self._timers)
         if not self._posted.empty():
             return 0.0
         return min(1.0, max(0.0, self._timers[0][0] - self.clock())) if self._timers else 1.0
 
-    def _guarded(self, action: Callable[[], None], failed: Callable[[Exception], None]) -> None:
+    def guarded(self, action: Callable[[], None], failed: Callable[[Exception], None] | None = None) -> None:
+        """Run `action` now; what it raises is logged, given to `failed`, and goes no further. Loop only.
+
+        Whoever calls code on behalf of one transfer or one peer does it through this: its fault is theirs alone.
+        """
         try:
             action()
         except Exception as error:
             _log.exception("worker %s: an action of the transceiver's loop failed", self.worker_id)
-            failed(error)
-
-    def _run(self, action: Callable[[], None]) -> None:
-        try:
-            action()
-        except Exception:
-            _log.exception("worker %s: an action of the transceiver's loop failed", self.worker_id)
+            if failed is not None:
+                self.guarded(functools.partial(failed, error))

@@ -25,6 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 class LinkPhase(StrEnum):
+    NAMING = "naming"  # the host's name is being looked up
     CONNECTING = "connecting"  # Hello sent / nothing received yet
     PROVING = "proving"  # Proof sent / Challenge sent
     READY = "ready"
@@ -39,7 +40,8 @@ class Peer:
     outgoing: bool
     cut: Callable[[str], None]
     phase: LinkPhase = LinkPhase.CONNECTING
-    address: str = ""
+    address: str = ""  # what pulls call it
+    target: str = ""  # where its link leads, when a name had to be looked up for that
     hello: Hello | None = None
     challenge: Challenge | None = None
     worker_id: str = ""

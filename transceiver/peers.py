@@ -1,36 +1,32 @@
-"""Links and who is at their other end: connecting, losing and refusing them, dispatch of proven peers' messages.
+"""Links and who is at their other end: connecting, accepting, losing and refusing them.
 
 Runs in the loop. A peer that has not proved the cluster secret gets nothing but the handshake (`LinkHandshake`), within
-a short deadline. A refusal ends that link only. Outgoing links serve this side's pulls; incoming ones its grants.
+a short deadline. A refusal ends that link only. Outgoing links serve this side's pulls; incoming ones its grants. No
+fault of our own in what concerns one pull or one link reaches another (`LoopContext.guarded`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
+from collections.abc import Callable
 
 from transceiver.errors import HandshakeRefusedError, TransceiverError, WireFormatError
 from transceiver.holder import HolderSide
+from transceiver.host_port import name_in
 from transceiver.link_handshake import HandshakeStep, LinkHandshake
 from transceiver.loop_context import LoopContext
-from transceiver.messages import (
-    Ack,
-    Cancel,
-    Challenge,
-    Digests,
-    Grant,
-    Hello,
-    Message,
-    Proof,
-    PullRequest,
-    Refuse,
-    Welcome,
-)
+from transceiver.messages import Message, Refuse
+from transceiver.name_lookups import NameLookups
 from transceiver.peer import LinkPhase, Peer
+from transceiver.peer_messages import PeerMessages
 from transceiver.pull_data import Read
 from transceiver.receiver import Pull
 from transceiver.stats import LinkStats
 from transceiver.transfer_types import TransferStatus
 from transceiver.transport import Link
+from transceiver.unresolved_link import UnresolvedLink
 from transceiver.wire import decode
 
 __all__ = ["PeerTable"]
@@ -47,6 +43,8 @@ class PeerTable:
         self._holder = holder
         holder.is_linked = self._is_linked
         self._handshake = handshake
+        self._names = NameLookups(context)
+        self._messages = PeerMessages(context, holder)
         self._by_link: dict[int, Peer] = {}
         self._by_address: dict[str, Peer] = {}
         self._refused: dict[str, tuple[float, str]] = {}
@@ -55,7 +53,10 @@ class PeerTable:
     # --- for pulls ----------------------------------------------------------------------------------------------
 
     def attach(self, pull: Pull) -> None:
-        """Give `pull` its link, connecting when there is none."""
+        """Give `pull` its link, connecting when there is none. Never raises: a pull that gets none fails."""
+        self._ctx.guarded(lambda: self._attach(pull), pull.break_off)
+
+    def _attach(self, pull: Pull) -> None:
         address = pull.ticket.address
         refused = self._refused.get(address)
         if refused is not None:
@@ -86,17 +87,47 @@ class PeerTable:
                 outcome, peer.link.detail
             )
 
-    def _connect(self, address: str) -> Peer:
+    def _connect(self, address: str, target: str = "") -> Peer:
+        """A link to `address`, on its way; `target`: the same with its host as a number, if that is known."""
         if len(self._by_link) >= self._ctx.config.max_links:
             raise TransceiverError("max_links peers are connected: raise cache_transceiver_config.max_links")
         if address in self._seen:
             self._ctx.stats.reconnects += 1
         self._seen.add(address)
-        peer = self._adopt(self._ctx.transport.connect(address), outgoing=True)
-        peer.address = address
+        unknown = not target and name_in(address)
+        link = UnresolvedLink(address) if unknown else self._ctx.transport.connect(target or address)
+        peer = self._adopt(link, outgoing=True)
+        peer.address, peer.target = address, target
         self._by_address[address] = peer
-        self._handshake.greet(peer)
+        if unknown:
+            peer.phase = LinkPhase.NAMING
+            self._names.look_up(
+                address,
+                lambda found: self._ctx.guarded(
+                    lambda: self._named(peer, found), lambda error: self._close(peer, f"internal error: {error!r}")
+                ),
+            )
+        else:
+            self._handshake.greet(peer)
         return peer
+
+    def _named(self, peer: Peer, found: str | OSError) -> None:
+        """The host of `peer` was looked up; its link begins, unless nobody waits for it any more."""
+        if peer.phase is not LinkPhase.NAMING:
+            return
+        try:
+            if isinstance(found, OSError):
+                raise TransceiverError(f"cannot connect to {peer.address}: {found}")
+            link = self._ctx.transport.connect(found)
+        except TransceiverError as error:
+            reason = str(error)
+            self._each(peer, lambda pull: pull.fail(TransferStatus.FAILED, reason))
+            self._close(peer, reason)
+            return
+        del self._by_link[id(peer.link)]
+        peer.link, peer.target = link, found
+        self._by_link[id(link)] = peer
+        self._handshake.greet(peer)
 
     def _adopt(self, link: Link, *, outgoing: bool) -> Peer:
         peer = Peer(link, outgoing, cut=lambda reason: self._close(peer, reason))
@@ -107,11 +138,15 @@ class PeerTable:
 
     def _too_late(self, peer: Peer) -> None:
         if peer.phase is not LinkPhase.READY:
-            self._close(peer, "no handshake within connect_timeout_ms")
+            what = "address found for the host's name" if peer.phase is LinkPhase.NAMING else "handshake"
+            self._close(peer, f"no {what} within connect_timeout_ms")
 
     # --- TransportHandler ---------------------------------------------------------------------------------------
 
     def on_accept(self, link: Link) -> None:
+        self._ctx.guarded(lambda: self._accept(link), lambda _: link.close())
+
+    def _accept(self, link: Link) -> None:
         if len(self._by_link) >= self._ctx.config.max_links:
             self._ctx.stats.refused_links += 1
             link.close()
@@ -130,7 +165,7 @@ class PeerTable:
 
     def on_get_done(self, link: Link, token: object, error: str | None) -> None:
         assert isinstance(token, Read)
-        token.pull.on_read(token.segment, error)
+        self._ctx.guarded(lambda: token.pull.on_read(token.segment, error), token.pull.break_off)
 
     def on_message(self, link: Link, payload: bytes) -> None:
         peer = self._by_link.get(id(link))
@@ -139,7 +174,7 @@ class PeerTable:
         try:
             message = decode(payload, self._handshake.limit(peer))
             if peer.phase is LinkPhase.READY:
-                self._dispatch(peer, message)
+                self._messages.take(peer, message)
             else:
                 self._advance(peer, message)
         except WireFormatError as error:
@@ -163,8 +198,7 @@ class PeerTable:
         if step is HandshakeStep.OTHER_WAY:
             self._connect_anew(peer)
         elif step is HandshakeStep.READY:
-            for pull in list(peer.pulls.values()):
-                pull.on_link(peer)
+            self._each(peer, lambda pull: pull.on_link(peer))
 
     def _taken_along(self, peer: Peer) -> list[Pull]:
         """Pulls of a link that broke before the holder answered them: they go on over a new one."""
@@ -185,47 +219,17 @@ class PeerTable:
         pulls, peer.pulls = peer.pulls, {}
         farewells, peer.farewells = peer.farewells, []
         self._close(peer, "connecting another way")
-        if farewells:
-            self._connect(peer.address).farewells = farewells
+        if pulls or farewells:
+            self._ctx.guarded(lambda: self._begin_anew(peer, farewells))
         for pull in pulls.values():
             pull.retries += 1
             self._ctx.stats.retries += 1
             self.attach(pull)
 
-    def _dispatch(self, peer: Peer, message: Message) -> None:
-        if not peer.outgoing:
-            match message:
-                case PullRequest():
-                    parts = tuple(part.holder if part else None for part in peer.parts)
-                    self._holder.on_request(peer.link, message, parts, peer.worker_id)
-                case Ack():
-                    self._holder.on_ack(peer.link, message)
-                case Refuse():
-                    self._close(peer, f"refused by the peer ({message.field}): {message.reason}")
-                case Hello() | Proof():
-                    self._ctx.stats.stale_messages += 1  # a duplicate of the handshake
-                case _:
-                    raise WireFormatError(f"{type(message).__name__} is not a receiver's message")
-            return
-        if isinstance(message, Challenge | Welcome):
-            self._ctx.stats.stale_messages += 1
-            return
-        if isinstance(message, Refuse) and message.pull_id == 0:
-            self._close(peer, f"refused by the peer ({message.field}): {message.reason}")
-            return
-        if not isinstance(message, Grant | Digests | Cancel | Refuse):
-            raise WireFormatError(f"{type(message).__name__} is not a holder's message")
-        pull = peer.pulls.get(message.pull_id)
-        if pull is None:
-            self._ctx.stats.stale_messages += 1
-        elif isinstance(message, Grant):
-            pull.on_grant(message)
-        elif isinstance(message, Digests):
-            pull.on_digests(message)
-        elif isinstance(message, Cancel):
-            pull.on_cancel(message)
-        else:
-            pull.on_refuse(message)
+    def _begin_anew(self, peer: Peer, farewells: list[bytes]) -> None:
+        """The link's successor, to the very same place. Where there can be none, the pulls find that out."""
+        with contextlib.suppress(TransceiverError):
+            self._connect(peer.address, peer.target).farewells = farewells
 
     # --- ends ---------------------------------------------------------------------------------------------------
 
@@ -254,10 +258,14 @@ class PeerTable:
         self._by_link.pop(id(peer.link), None)
         if peer.address and self._by_address.get(peer.address) is peer:
             del self._by_address[peer.address]
-        for pull in list(peer.pulls.values()):
-            pull.on_lost(reason)
+        self._each(peer, lambda pull: pull.on_lost(reason))
         if not peer.outgoing:
-            self._holder.on_lost(peer.link, reason, peer.worker_id)
+            self._ctx.guarded(lambda: self._holder.on_lost(peer.link, reason, peer.worker_id))
+
+    def _each(self, peer: Peer, action: Callable[[Pull], None]) -> None:
+        """Do something with every pull of a link; one that it fails on ends, the others get their turn."""
+        for pull in list(peer.pulls.values()):
+            self._ctx.guarded(functools.partial(action, pull), pull.break_off)
 
     def close(self) -> None:
         """Forget every peer; the transport cuts the links."""

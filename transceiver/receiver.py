@@ -117,8 +117,14 @@ class Pull:
             self.break_off(error)
 
     def break_off(self, error: Exception) -> None:
-        """This side's own code failed: FAILED, and settled when no read is under way."""
-        self.fail(TransferStatus.FAILED, f"internal error: {error!a}")
+        """This side's own code failed: FAILED, whatever it takes, and settled when no read is under way."""
+        reason = f"internal error: {error!a}"
+        try:
+            self.fail(TransferStatus.FAILED, reason)
+        finally:
+            if not self.future.done():
+                self.future.set_result(TransferOutcome(TransferStatus.FAILED, reason))
+                self._try_settle()
 
     def _request(self, groups: tuple[GroupRows, ...]) -> PullRequest:
         verify, timeout_ms, ticket = int(self._ctx.config.verify), int(self._timeout_s * 1000), self.ticket

@@ -173,7 +173,10 @@ class Transport(Protocol):
         ...
 
     def connect(self, address: str) -> Link:
-        """Start connecting; failures come through `on_lost`. Raises TransceiverError for a malformed address."""
+        """Start connecting; failures come through `on_lost`. Raises TransceiverError for a malformed address.
+
+        Where addresses have hosts, theirs is numeric here: names are looked up before, outside the loop.
+        """
         ...
 
     def poll(self, timeout_s: float) -> None:

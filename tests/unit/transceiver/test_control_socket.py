@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import threading
-import time
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +15,7 @@ from hypothesis import strategies as st
 from tests.unit.transceiver.rig import eventually
 from transceiver.control_socket import MAX_UNPROVEN_FRAME, ControlSocket
 from transceiver.errors import LinkClosedError, TransceiverError
-from transceiver.host_port import format_address, parse_address, resolve
+from transceiver.host_port import format_address, name_in, numeric, parse_address, with_host
 
 
 @pytest.fixture
@@ -127,41 +125,24 @@ def test_nobody_listens() -> None:
     control.close()
 
 
-def test_a_numeric_address_needs_no_look_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_numeric_address_needs_no_look_up_and_a_name_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
     real = socket.getaddrinfo
 
-    def numeric(*args: Any, flags: int = 0, **rest: Any) -> Any:
+    def at_once(*args: Any, flags: int = 0, **rest: Any) -> Any:
         assert flags & socket.AI_NUMERICHOST
         return real(*args, flags=flags, **rest)
 
-    monkeypatch.setattr(socket, "getaddrinfo", numeric)
-    assert resolve("127.0.0.1", 7)[4] == ("127.0.0.1", 7)
-    assert resolve("::1", 7)[0] is socket.AF_INET6
-
-
-def test_a_slow_name_server_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    real, released = socket.getaddrinfo, threading.Event()
-
-    def slow(host: str, *args: Any, flags: int = 0, **rest: Any) -> Any:
-        if not flags:
-            released.wait(30)
-        return real("127.0.0.1" if not flags else host, *args, flags=flags, **rest)
-
-    monkeypatch.setattr(socket, "getaddrinfo", slow)
-    monkeypatch.setattr("transceiver.host_port.LOOKUP_S", 0.05)
-    began = time.monotonic()
-    with pytest.raises(OSError, match=r"'node-1' was not found within 0\.05 s"):
-        ControlSocket.connect("node-1", 7)
-    assert time.monotonic() - began < 10
-    released.set()
-    monkeypatch.setattr("transceiver.host_port.LOOKUP_S", 10)
-    assert resolve("node-1", 7)[4] == ("127.0.0.1", 7)
-
-
-@pytest.mark.parametrize("host", ["x" * 70, "a..b"])
-def test_what_is_no_name_is_an_error(host: str) -> None:
-    with pytest.raises(OSError, match="is no name of a host"):
-        resolve(host, 7)
+    monkeypatch.setattr(socket, "getaddrinfo", at_once)
+    assert numeric("127.0.0.1", 7)[4] == ("127.0.0.1", 7)
+    assert numeric("::1", 7)[0] is socket.AF_INET6
+    for name in ("node-1", "localhost", "x" * 70, "a..b"):
+        with pytest.raises(OSError, match="is not a numeric address"):
+            ControlSocket.connect(name, 7)
+        assert name_in(f"nixl://{name}:7") == name_in(f"ucx://{name}:7") == name
+    others = ("ucx://10.0.0.1:7", "nixl://[::1]:7", "inproc://node:7", "ucx://:7", "ucx://node:0", "nonsense", "")
+    assert [name_in(address) for address in others] == [""] * 7
+    assert with_host("ucx://node-1:7", "10.0.0.2") == "ucx://10.0.0.2:7"
+    assert with_host("nixl://node-1:7", "fe80::1%lo") == "nixl://[fe80::1%lo]:7"
 
 
 def test_addresses() -> None:
