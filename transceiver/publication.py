@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from typing import Any
@@ -46,6 +47,8 @@ class Publication:
         self.machine = TransferStateMachine()
         self.timer: Timer | None = None
         self.complete = complete
+        self._extending = threading.Lock()
+        self._closed = "publish it with open_ended=True to add some later" if complete else ""  # why no more may come
         self._request_cancel = request_cancel
         self._request_extend = request_extend
         self._tables: dict[int, list[BlockTable]] = {}
@@ -78,9 +81,16 @@ class Publication:
         """Publish more blocks of an open-ended grant (`last`: no more will come); any thread, never blocks.
 
         Order is kept. The pages stay with the caller's sequence, like those before; if it gives one up meanwhile, the
-        receiver finds the page's generation number changed and fails.
+        receiver finds the page's generation number changed and fails. A grant that has ended meanwhile, which the
+        caller cannot know, is left as it is. Raises ValueError, and changes nothing, for impossible tables, for a grant
+        that was not published with `open_ended`, and after the call with `last`.
         """
-        self._request_extend(self, tables, last)
+        with self._extending:
+            if self._closed:
+                raise ValueError(f"grant {self.transfer_id!r} takes no more blocks: {self._closed}")
+            self._request_extend(self, tables, last)
+            if last:
+                self._closed = "its last ones were published with last=True"
 
     def add(self, tables: tuple[BlockTable, ...]) -> None:
         """Add rows (loop only after publishing)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -103,6 +104,56 @@ def test_a_grant_that_grows_refuses_impossible_tables_and_goes_on() -> None:
         grant.extend((), last=True)
         assert pull.future.result(5).status is TransferStatus.DONE
         assert p.same((1, 2), (4, 5))
+
+
+def test_a_grant_that_was_published_whole_takes_no_more_blocks() -> None:
+    with pair(enable_pipelined_transfer=True) as p:
+        grant = p.publish("t", pages=(1,))
+        for last in (False, True):
+            with pytest.raises(ValueError, match=r"grant 't' takes no more blocks: publish it with open_ended=True"):
+                grant.extend((table((2,), ordinals=(1,)),), last=last)
+        outcome = p.pull(grant, pages=(4, 5)).future.result(5)
+        assert (outcome.status, outcome.bad_ordinals) == (TransferStatus.FAILED, ((0, 1),))
+        assert bytes(p.target.page(5)) == bytes(4096)  # what was refused is not there
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_nothing_is_added_after_the_last_blocks(ended: bool) -> None:
+    with pair(enable_pipelined_transfer=True) as p:
+        grant = p.publish("t", pages=(1,), open_ended=True)
+        grant.extend((table((2,), ordinals=(1,)),), last=True)
+        if ended:
+            assert p.pull(grant, pages=(4, 5)).future.result(5).status is TransferStatus.DONE
+            grant.future.result(5)
+        for tables in ((), (table((3,), ordinals=(2,)),)):
+            for last in (False, True):
+                with pytest.raises(ValueError, match="its last ones were published with last=True"):
+                    grant.extend(tables, last=last)
+        if not ended:
+            outcome = p.pull(grant, pages=(4, 5, 6)).future.result(5)
+            assert outcome.bad_ordinals == ((0, 2),)
+
+
+def test_of_two_threads_that_both_end_a_grant_one_is_refused() -> None:
+    with pair(enable_pipelined_transfer=True) as p:
+        for number in range(50):
+            grant = p.publish(f"t{number}", pages=(1,), open_ended=True)
+            barrier, refused = threading.Barrier(2), []
+
+            def end(grant: Any = grant, barrier: Any = barrier, refused: Any = refused) -> None:
+                barrier.wait(5)
+                try:
+                    grant.extend((), last=True)
+                except ValueError as error:
+                    refused.append(error)
+
+            threads = [threading.Thread(target=end) for _ in range(2)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(5)
+            assert len(refused) == 1
+            assert p.pull(grant, pages=(4,)).future.result(5).status is TransferStatus.DONE
 
 
 @pytest.mark.parametrize("rows", [2, 1000])
