@@ -12,7 +12,7 @@ import functools
 import logging
 from collections.abc import Callable
 
-from transceiver.errors import HandshakeRefusedError, TransceiverError, WireFormatError
+from transceiver.errors import HandshakeRefusedError, LinkClosedError, TransceiverError, WireFormatError
 from transceiver.holder import HolderSide
 from transceiver.host_port import name_in
 from transceiver.link_handshake import HandshakeStep, LinkHandshake
@@ -182,6 +182,8 @@ class PeerTable:
             self._refuse(peer, "message", f"malformed message: {error}")
         except HandshakeRefusedError as error:
             self._refuse(peer, error.field, str(error))
+        except LinkClosedError as error:  # the peer went away while its message was read
+            self._close(peer, str(error))
         except Exception as error:
             _log.exception("a message from %s broke the protocol code; its link is closed", link.peer)
             self._close(peer, f"internal error: {error!r}")

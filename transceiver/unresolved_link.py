@@ -16,6 +16,7 @@ class UnresolvedLink:
     detail = ""
     peer_has_ended = False
     copies_itself = False
+    maps_pools = False
     direct_read_bytes = 0
 
     def __init__(self, peer: str) -> None:
