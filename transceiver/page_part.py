@@ -39,7 +39,7 @@ class PoolShape:
 def default_shares(layout: KvLayout) -> tuple[RankShare, ...]:
     """Shares of a rank that holds every head."""
     return tuple(
-        RankShare(max(1, g.num_kv_heads), Interval(0, max(1, g.num_kv_heads)), (g.state_bytes_per_layer,))
+        RankShare(1, Interval(0, 1), (g.state_bytes_per_layer,))
         if g.kind is LifeCycleKind.RECURRENT
         else RankShare(g.num_kv_heads, Interval(0, g.num_kv_heads))
         for g in layout.groups
@@ -59,6 +59,8 @@ class PartView:
         if self.spans:
             flat = page.reshape(-1)
             return np.concatenate([flat[start : start + size] for start, size in self.spans])
+        if not self.slots:  # nothing is shared; a recurrent page has no cells to choose from
+            return np.empty(0, np.uint8)
         cells = page.reshape(len(group.layers), group.kv_factor, group.num_kv_heads, tokens, -1)
         return np.ascontiguousarray(cells[list(self.slots), :, self.heads.start : self.heads.stop, :valid])
 
@@ -156,6 +158,13 @@ def _state_part(
     holder: LayerGroup, holder_share: RankShare, receiver: LayerGroup, receiver_share: RankShare,
     holder_pool: PoolShape, receiver_pool: PoolShape, strides: tuple[int, int, int | None],
 ) -> PagePart:  # fmt: skip
+    for group, share in ((holder, holder_share), (receiver, receiver_share)):
+        own = sum(size // share.num_heads for size in share.state_sections)
+        if len(share.heads) != 1 or own != group.state_bytes_per_layer:
+            raise ValueError(
+                f"a share of {len(share.heads)}/{share.num_heads} of the state sections {share.state_sections} is not "
+                f"the {group.state_bytes_per_layer} bytes a layer of the layout"
+            )
     pieces = state_fragments(
         holder_share.state_sections, holder_share.num_heads, holder_share.heads.start, receiver_share.num_heads,
         receiver_share.heads.start,

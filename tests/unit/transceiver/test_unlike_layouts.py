@@ -15,6 +15,7 @@ from tests.unit.transceiver.rig import SCOPE, SECRET, make_layout, make_storage,
 from tests.unit.transceiver.servers import CONFIG, Model, Server, run
 from transceiver import CacheTransceiver, TransferStatus
 from transceiver.folded_pull import FoldedPull
+from transceiver.page_part import PoolShape, default_shares, part_between
 from transceiver.parallel_layout import Interval, ParallelLayout, RankShare
 from transceiver.pull_reads import STAGING_BYTES
 
@@ -198,6 +199,61 @@ def test_staging_buffers_fit_the_pages_of_every_group() -> None:
             mine = target.read_page(page, group).reshape(layers, 2, 8, -1)
             assert (mine[:, :, :4] == source.read_page(page, group).reshape(layers, 2, 4, -1)).all()
             assert not mine[:, :, 4:].any()
+
+
+@pytest.mark.parametrize("kind", [LifeCycleKind.FULL, LifeCycleKind.RECURRENT], ids=str)
+def test_a_rank_that_shares_no_layer_of_a_group_gives_nothing_of_it(kind: LifeCycleKind) -> None:
+    """A source of some groups may be asked for all of them: those of other layers move no byte and pass every check."""
+
+    def layout(layers: tuple[int, ...]) -> KvLayout:
+        state = {"state_bytes_per_layer": 64} if kind is LifeCycleKind.RECURRENT else {"num_kv_heads": 2, "head_dim": 8}
+        return KvLayout("m", 8, (LayerGroup(LifeCycleKind.FULL, (0,), 2, 8), LayerGroup(kind, layers, **state)))
+
+    with ExitStack() as stack:
+        sides = []
+        for name, layers in (("ctx", (1,)), ("gen", (2,))):
+            storage = make_storage(layout(layers), (4, 4), fill=len(name) + layers[0])
+            stack.callback(storage.close)
+            last = (
+                RankShare(1, Interval(0, 1), (64,)) if kind is LifeCycleKind.RECURRENT else RankShare(2, Interval(0, 2))
+            )
+            shares = (RankShare(2, Interval(0, 2)), last)
+            sides.append(
+                stack.enter_context(
+                    CacheTransceiver(
+                        worker_id=f"{name}-{id(stack)}", storage=storage, config=CONFIG, secret=SECRET, shares=shares
+                    )
+                )
+            )
+        before = storage.read_page(2, 1).copy()
+        tables = (table((1,)), table((2,), group=1))
+        grant = sides[0].publish("t", tables, conversation_id="c", scope=SCOPE, lease_s=20)
+        outcome = sides[1].fetch(grant.ticket, tables, conversation_id="c", scope=SCOPE, timeout_s=20)
+        assert (outcome.status, outcome.bytes) == (TransferStatus.DONE, layout((1,)).page_bytes(0)), outcome
+        assert (storage.read_page(2, 1) == before).all()
+
+
+@pytest.mark.parametrize(
+    ("state_bytes", "share"),
+    [(16, RankShare(2, Interval(0, 1), (64,))), (64, RankShare(2, Interval(0, 1), (64,))),
+     (64, RankShare(2, Interval(0, 2), (64,))), (21, RankShare(3, Interval(0, 1), (64,)))],
+    ids=str,
+)  # fmt: skip
+def test_a_share_that_is_not_the_layouts_state_is_refused(state_bytes: int, share: RankShare) -> None:
+    """Cut by it, bytes would land in the next layer's state or the next page."""
+    holder = LayerGroup(LifeCycleKind.RECURRENT, (0, 1), state_bytes_per_layer=64)
+    receiver = LayerGroup(LifeCycleKind.RECURRENT, (0, 1), state_bytes_per_layer=state_bytes)
+    with pytest.raises(ValueError, match=r"state"):
+        part_between(8, holder, RankShare(1, Interval(0, 1), (64,)), receiver, share)
+
+
+@pytest.mark.parametrize("heads", [0, 4])
+def test_without_a_share_all_of_a_state_is_the_ranks(heads: int) -> None:
+    """Also where the layer group names heads; and a layer-major pool on one side is no other share."""
+    group = LayerGroup(LifeCycleKind.RECURRENT, (0, 1), heads, dtype="uint8", state_bytes_per_layer=64)
+    (share,) = default_shares(KvLayout("m", 8, (group,)))
+    part = part_between(8, group, share, group, share, PoolShape(layer_major=True, num_pages=3))
+    assert part is not None and part.nbytes == group.page_bytes(8)
 
 
 def test_shares_that_do_not_describe_the_layout_are_refused() -> None:
