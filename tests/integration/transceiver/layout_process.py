@@ -27,8 +27,20 @@ class Holders(Protocol):
         """Make the ranks of a server; those before are closed."""
         ...
 
-    def publish(self, seed: int, offers: Sequence[Offer]) -> list[GrantTicket]:
-        """A new round: fill the pools anew, write the requests' KV, publish it once an offer."""
+    def prepare(self, seed: int, offers: Sequence[Offer]) -> list[GrantTicket]:
+        """A new round: fill the pools anew and write the requests' KV; the tickets of the grants to come."""
+        ...
+
+    def publish(self, offers: Sequence[Offer]) -> list[GrantTicket]:
+        """Publish what was prepared, once an offer."""
+        ...
+
+    def go_on(self) -> None:
+        """Publish what is left of grants that grow."""
+        ...
+
+    def parked(self) -> int:
+        """Requests that wait for their publication."""
         ...
 
     def finish(self) -> tuple[set[TransferStatus], bool]:
@@ -54,12 +66,21 @@ class LocalHolders:
         self._stack.close()
         self._side = Side(self._stack, "ctx", model, server, self._config, layer_major=layer_major, pages=pages)
 
-    def publish(self, seed: int, offers: Sequence[Offer]) -> list[GrantTicket]:
+    def prepare(self, seed: int, offers: Sequence[Offer]) -> list[GrantTicket]:
         self.side.new_round(seed)
         for rank, request, _ in offers:
             self.side.hold(rank, request)
         self.side.note()
+        return [self.side.ticket(rank, name) for rank, _, name in offers]
+
+    def publish(self, offers: Sequence[Offer]) -> list[GrantTicket]:
         return [self.side.publish(*offer) for offer in offers]
+
+    def go_on(self) -> None:
+        self.side.go_on()
+
+    def parked(self) -> int:
+        return self.side.parked()
 
     def finish(self) -> tuple[set[TransferStatus], bool]:
         return set(self.side.settled()), self.side.untouched()
@@ -100,9 +121,19 @@ class HolderProcess:
     def start(self, model: Model, server: ParallelLayout, layer_major: bool, pages: int) -> None:
         self._ask("start", model, server, layer_major, pages)
 
-    def publish(self, seed: int, offers: Sequence[Offer]) -> list[GrantTicket]:
-        tickets: list[GrantTicket] = self._ask("publish", seed, offers)
+    def prepare(self, seed: int, offers: Sequence[Offer]) -> list[GrantTicket]:
+        tickets: list[GrantTicket] = self._ask("prepare", seed, offers)
         return tickets
+
+    def publish(self, offers: Sequence[Offer]) -> list[GrantTicket]:
+        tickets: list[GrantTicket] = self._ask("publish", offers)
+        return tickets
+
+    def go_on(self) -> None:
+        self._ask("go_on")
+
+    def parked(self) -> int:
+        return int(self._ask("parked"))
 
     def finish(self) -> tuple[set[TransferStatus], bool]:
         answer: tuple[set[TransferStatus], bool] = self._ask("finish")

@@ -14,14 +14,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.block_table import BlockTable
+from kvcache.layout import LifeCycleKind
 from kvcache.storage.bytes_storage import BytesPageStorage
 from kvcache.storage.layer_major_storage import LayerMajorStorage
 from tests.integration.transceiver.layout_values import TOKENS, Model, Request, live_blocks
 from tests.unit.transceiver.rig import SCOPE, SECRET, table
-from transceiver import CacheTransceiver, CacheTransceiverConfig, GrantTicket, Publication, TransferStatus, sources_of
+from transceiver import (
+    CacheTransceiver,
+    CacheTransceiverConfig,
+    GrantTicket,
+    Publication,
+    TransferOutcome,
+    TransferStatus,
+    sources_of,
+)
+from transceiver.chunking import chunk_blocks
 from transceiver.folded_pull import FoldedPull
 from transceiver.parallel_layout import ParallelLayout
 from transceiver.receiver import Pull
+from transceiver.transfer_checks import conversation_digest
 
 __all__ = ["Asked", "Side", "sources_by_rank"]
 
@@ -56,12 +67,15 @@ class Side:
         self.ranks: list[CacheTransceiver] = []
         self._publications: list[Publication] = []
         self._held: dict[tuple[int, Request], tuple[BlockTable, ...]] = {}
+        self._later: list[tuple[Publication, tuple[BlockTable, ...], bool]] = []
         self._free: list[list[list[int]]] = []
         self._before: list[list[Bytes]] = []
         self._checksums: list[int] = []
         for rank in range(server.world):
             layout, shares = model.rank_layout(server, rank, name)
-            storage = (LayerMajorStorage if layer_major else BytesPageStorage)(layout, [pages] * len(layout.groups))
+            storage = (LayerMajorStorage if layer_major else BytesPageStorage)(
+                layout, [pages] * len(layout.groups), shared=config.wants_shared_pools
+            )
             stack.callback(storage.close)
             self.storages.append(storage)
             self.ranks.append(
@@ -107,13 +121,48 @@ class Side:
 
     # --- holding side -------------------------------------------------------------------------------------------
 
+    def ticket(self, rank: int, name: str) -> GrantTicket:
+        """Of a grant that is yet to come: a receiver may ask before its holder publishes."""
+        transceiver = self.ranks[rank]
+        token = transceiver._holder.token(name, conversation_digest("c"), SCOPE)
+        return GrantTicket(transceiver.address, name, token, 0, 0)
+
     def publish(self, rank: int, request: Request, name: str) -> GrantTicket:
-        """The request's KV, which lies in pages of a rank (`hold`), published for one receiver."""
+        """The request's KV, which lies in pages of a rank (`hold`), for one receiver: all of it, or its beginning."""
+        tables = () if request.chunks else self._held[rank, request]
         publication = self.ranks[rank].publish(
-            name, self._held[rank, request], conversation_id="c", scope=SCOPE, lease_s=_WAIT_S
+            name, tables, conversation_id="c", scope=SCOPE, lease_s=_WAIT_S, open_ended=bool(request.chunks)
         )
         self._publications.append(publication)
+        if request.chunks:
+            steps = self._steps(rank, request)
+            publication.extend(steps[0], last=len(steps) == 1)
+            self._later += [(publication, tables, number == len(steps)) for number, tables in enumerate(steps[1:], 2)]
         return publication.ticket
+
+    def go_on(self) -> None:
+        """Publish what later prefill steps computed."""
+        for publication, tables, last in self._later:
+            publication.extend(tables, last=last)
+        self._later = []
+
+    def _steps(self, rank: int, request: Request) -> list[tuple[BlockTable, ...]]:
+        """The held blocks of a request, by the prefill step that they leave with."""
+        ends = (*request.chunks, request.computed)
+        layout = self.storages[rank].layout
+        parts = [(rows, chunk_blocks(layout, rows.group, request.computed, ends)) for rows in self._held[rank, request]]
+        return [
+            tuple(
+                rows if layout.groups[rows.group].kind is LifeCycleKind.RECURRENT and len(blocks[step])
+                else rows.select((rows.ordinals >= blocks[step].start) & (rows.ordinals < blocks[step].stop))
+                for rows, blocks in parts
+            )
+            for step in range(len(ends))
+        ]  # fmt: skip
+
+    def parked(self) -> int:
+        """Requests that came before what they ask for."""
+        return sum(rank.stats().parked_requests for rank in self.ranks)
 
     def hold(self, rank: int, request: Request) -> tuple[BlockTable, ...]:
         """Write the KV of a request into fresh pages of a rank, once; what lies behind its last token is not its."""
@@ -122,6 +171,8 @@ class Side:
         model, server, tables = self.model, self.server, []
         for index, group in enumerate(model.groups):
             if not model.layers(server, rank, index):
+                continue
+            if group.recurrent and not request.state:
                 continue
             if group.recurrent:
                 tables.append(self._table(rank, index, [(request.computed - 1) // TOKENS], request.computed))
@@ -166,7 +217,8 @@ class Side:
             blocks = [(request.length - 1) // TOKENS] if group.recurrent else live_blocks(request.length, group.window)
             if not group.recurrent:
                 blocks = [block for block in blocks if block >= request.cached // TOKENS]
-            if not self.model.layers(self.server, rank, index) or request.cached == request.length:
+            nothing = not self.model.layers(self.server, rank, index) or (group.recurrent and not request.state)
+            if nothing or request.cached == request.length:
                 blocks = []
             tables.append(self._table(rank, index, blocks, request.length))
         return tuple(tables)
@@ -236,12 +288,12 @@ class Pulls:
         self._pulls = pulls
         self._folded = FoldedPull(pulls)
 
-    def finish(self) -> tuple[int, int, int]:
-        """(bytes, blocks, reads) of a whole transfer that must be done."""
+    def finish(self) -> TransferOutcome:
+        """Of a whole transfer that must be done."""
         outcome = self._folded.future.result(_WAIT_S)
         assert outcome.status is TransferStatus.DONE, outcome
         self._folded.settled.result(_WAIT_S)
-        return outcome.bytes, outcome.blocks, outcome.segments
+        return outcome
 
     def bytes_by_source(self) -> list[int]:
         """What each source gave."""

@@ -52,7 +52,8 @@ class Group:
 class Request:
     """A prompt of `length` tokens. The receiver has the first `cached` of them; the holder computed `held` (0: all).
 
-    `keeps_stale`: the holder still has the blocks that left the window.
+    `keeps_stale`: the holder still has the blocks that left the window. `state`: recurrent state is kept and wanted.
+    `chunks`: where the holder's prefill steps end; a block is granted with the step that fills it.
     """
 
     number: int
@@ -60,6 +61,8 @@ class Request:
     cached: int = 0
     held: int = 0
     keeps_stale: bool = False
+    state: bool = True
+    chunks: tuple[int, ...] = ()
 
     @property
     def computed(self) -> int:
