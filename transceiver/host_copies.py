@@ -75,8 +75,8 @@ class HostCopy:
         for number in range(self._plan.pieces) if self._whole else (piece,):
             self._reader.copy(self._plan, number)
         if self._token is not None:
-            first, last = (0, self._plan.pieces - 1) if self._whole else (piece, piece)
-            self._token.landed(self._plan.cuts[first], self._plan.cuts[last + 1])
+            cuts = self._plan.cuts
+            self._token.landed(*((cuts[0], cuts[-1]) if self._whole else (cuts[piece], cuts[piece + 1])))
 
 
 class HostCopies:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from transceiver.errors import LinkClosedError, TransceiverError
 from transceiver.messages import RegionInfo
@@ -18,6 +18,7 @@ __all__ = ["InprocLink"]
 
 @dataclass(frozen=True, slots=True)
 class _Region:
+    view: ClassVar[None] = None
     address: int
     nbytes: int
 
@@ -30,6 +31,7 @@ class InprocLink:
     peer_has_ended = False
     direct_read_bytes = 64 << 10
     copies_itself = False
+    maps_pools = False
 
     def __init__(self, owner: InprocTransport, peer: str) -> None:
         self.owner = owner

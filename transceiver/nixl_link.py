@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from transceiver.control_socket import ControlSocket
 from transceiver.errors import LinkClosedError, TransceiverError
@@ -37,6 +37,7 @@ def unpack_region_key(key: bytes) -> tuple[str, int, bytes]:
 class NixlRemoteRegion:
     """A peer's registered memory; `agent` is its name as NIXL knows it."""
 
+    view: ClassVar[None] = None
     address: int
     nbytes: int
     memory: str
@@ -72,6 +73,7 @@ class NixlLink:
     direct_read_bytes: int = 64 << 10
     peer_has_ended: bool = False
     copies_itself: bool = False
+    maps_pools: bool = False
     open: bool = True
     agents: set[str] = field(default_factory=set)  # names this link has loaded
 

@@ -29,13 +29,13 @@ _memcpy.restype = ctypes.c_void_p
 
 
 class PeerMemory:
-    """The first `nbytes` of a memory file of the process with this identity, readable at `address`. Any thread.
+    """The first `nbytes` of a memory file of the process with this identity, readable at `address` and as `view`.
 
-    The mapping goes with the last reference. Raises OSError when the kernel does not let us, the process is gone, or
+    Any thread. The mapping goes with the last reference. Raises OSError when the kernel does not let us, the process is gone, or
     the file is not one whose size is sealed (a file that shrinks would end this process with SIGBUS).
     """
 
-    __slots__ = ("_bytes", "address", "nbytes")
+    __slots__ = ("address", "nbytes", "view")
     least_shared_read = 32 << 10  # below, two threads would wait for each other's turn at the interpreter's lock
 
     def __init__(self, identity: bytes, fd: int, nbytes: int) -> None:
@@ -55,8 +55,8 @@ class PeerMemory:
             os.close(file)
         with suppress(OSError, AttributeError):
             mapping.madvise(mmap.MADV_DONTDUMP)  # another process's memory has no place in our core dump
-        self._bytes: NDArray[np.uint8] = np.frombuffer(mapping, np.uint8)
-        self.address: int = self._bytes.ctypes.data
+        self.view: NDArray[np.uint8] = np.frombuffer(mapping, np.uint8)
+        self.address: int = self.view.ctypes.data
         self.nbytes = nbytes
 
     def plan(

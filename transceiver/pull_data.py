@@ -134,14 +134,16 @@ class PullData:
         """Start a segment's reads; False when the transfer failed over it."""
         peer, group = self._peer, segment.group
         assert peer is not None
-        if not len(segment.batch):
+        if not len(segment.batch) and not segment.mapped:
             self._arrived(segment)
             return True
         if segment.by_row:
             segment.digests = [None] * len(segment.rows)
         registration = None if segment.staged else self._ctx.registrations[group]
         try:
-            peer.link.get(segment.batch, peer.pool(group), registration, Read(self._pull, segment))
+            pool = peer.pool(group)
+            segment.source = pool.view if segment.mapped else None
+            peer.link.get(segment.batch, pool, registration, Read(self._pull, segment))
         except (LinkClosedError, TransceiverError) as error:
             self._pull.fail(TransferStatus.FAILED, str(error))
             return False
@@ -154,10 +156,10 @@ class PullData:
         peer, waiting = self._peer, False
         for group, batch in self._checks.generation_reads():
             assert peer is not None
-            if peer.link.read_now(batch, peer.generations(group)):
-                continue
-            waiting = True
             try:
+                if peer.link.read_now(batch, peer.generations(group)):
+                    continue
+                waiting = True
                 peer.link.get(batch, peer.generations(group), None, Read(self._pull, None))
             except (LinkClosedError, TransceiverError) as error:
                 self._pull.fail(TransferStatus.FAILED, str(error))
@@ -179,13 +181,13 @@ class PullData:
 
     def wants_work(self, segment: Segment) -> bool:
         """True when a segment has to be put in place or hashed."""
-        return self._ctx.config.verify or segment.staged
+        return self._ctx.config.verify or segment.unlike
 
     def work(self, segment: Segment) -> list[bytes]:
         """Put staged bytes in place and hash the blocks; blocks, any thread."""
         storage, peer = self._ctx.storage, self._peer
         assert peer is not None
-        if segment.staged:
+        if segment.unlike:
             segment.place(self._rows, storage, peer.page_bytes(segment.group))
         if not self._ctx.config.verify:
             return []
@@ -202,7 +204,7 @@ class PullData:
         """All bytes of a segment are here; the transport may have done the work on them already."""
         missing = segment.digests is None or None in segment.digests
         if missing and self.wants_work(segment):
-            if segment.staged or segment.nbytes > _INLINE_HASH_BYTES:
+            if segment.unlike or segment.nbytes > _INLINE_HASH_BYTES:
                 self._work_in_background(segment)
                 return
             segment.digests = [*self.work(segment)]

@@ -2,8 +2,9 @@
 
 Pages alike: runs of pages adjacent on both sides become one read. Unlike layouts with large fragments: one read a
 fragment, straight into place. With small ones: the holder's pages come whole into a staging buffer of this side and
-are copied to their places from there, in the digest thread. Reads are put into batches of a few MiB: the unit of
-progress, of cancelling and of hashing. Pure planning; `Pull` issues what is planned here.
+are copied to their places from there, in the digest thread; a pool that is mapped here needs no buffer. Reads are put
+into batches of a few MiB: the unit of progress, of cancelling and of hashing. Pure planning; `Pull` issues what is
+planned here.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ __all__ = ["MISSING_PAGE", "STAGING_BYTES", "UNKNOWN_PAGE", "Rows", "Segment", "
 UNKNOWN_PAGE = -2  # in `Rows.remote`: not granted yet
 MISSING_PAGE = -1  # in `Rows.remote` and in a grant: the holder does not have it
 STAGING_BYTES = 1 << 20  # small enough to stay in the cache between the read and the copy to its place
+_MAPPED_BYTES = 4 << 20  # of pages that are put in place straight from the holder's mapped pool
 
 
 @dataclass(slots=True, eq=False)
@@ -62,7 +64,8 @@ class Rows:
 class Segment:
     """A batch of reads that completes `rows` together. `part` is set when the pages are unlike.
 
-    A staged batch reads into a buffer that it is given when it starts (`batch.local` then counts from 0).
+    A staged batch reads into a buffer that it is given when it starts (`batch.local` then counts from 0). A mapped one
+    reads nothing: its pages are put in place from `source`, the holder's pool, which it is given when it starts.
     """
 
     rows: NDArray[np.int64]
@@ -71,9 +74,16 @@ class Segment:
     nbytes: int
     part: PagePart | None = None
     staged: bool = False
+    mapped: bool = False
+    source: NDArray[np.uint8] | None = None
     buffer: NDArray[np.uint8] | None = None
     by_row: bool = False  # one read a row: rows may be hashed apart
     digests: list[bytes | None] | None = None  # of `rows`, as far as they are computed
+
+    @property
+    def unlike(self) -> bool:
+        """Its pages have to be put in place after the reads."""
+        return self.staged or self.mapped
 
     @property
     def buffer_bytes(self) -> int:
@@ -81,22 +91,25 @@ class Segment:
         return int(self.batch.nbytes.sum())
 
     def place(self, rows: Rows, storage: PageStorage, remote_page_bytes: int) -> None:
-        """Copy from the staging buffer into the pages; blocks. Only for staged segments."""
-        assert self.part is not None and self.buffer is not None
+        """Copy from the staging buffer or the mapped pool into the pages; blocks. Only for such segments."""
+        source = self.source if self.mapped else self.buffer
+        assert self.part is not None and source is not None
         shape = storage.layout.groups[self.group]
         for index, row in enumerate(self.rows.tolist()):
-            source = self.buffer[index * remote_page_bytes :]
-            self.part.place(source, storage.read_page(int(rows.page[row]), self.group), shape)
+            at = int(rows.remote[row]) if self.mapped else index
+            page = source[at * remote_page_bytes : (at + 1) * remote_page_bytes]
+            self.part.place(page, storage.read_page(int(rows.page[row]), self.group), shape)
 
 
 def plan_segments(
     rows: Rows, which: NDArray[np.int64], storage: PageStorage, parts: tuple[PagePart | None, ...],
-    remote_page_bytes: list[int], max_bytes: int, direct_bytes: int, *, by_row: bool = False,
+    remote_page_bytes: list[int], max_bytes: int, direct_bytes: int, *, by_row: bool = False, mapped: bool = False,
 ) -> Iterator[Segment]:  # fmt: skip
     """Segments that bring `which` rows here, in order of the holder's addresses.
 
     Fragments of at least `direct_bytes` are read straight into place, and into device memory all of them.
     `by_row`: pages alike are read one by one, not in runs, so that each can be worked on when it is there.
+    `mapped`: the holder's pools are mapped in this process.
     """
     only = rows.only_group
     which = which[np.argsort(rows.remote[which]) if only is not None else _by_group(rows, which)]
@@ -110,6 +123,11 @@ def plan_segments(
             yield Segment(mine, group, ReadBatch(nothing, nothing, nothing), 0, part)
         elif part.nbytes // len(part.fragments) >= direct_bytes or storage.region(group).device != "cpu":
             yield from _fragments(rows, mine, storage, group, part, max_bytes)
+        elif mapped and part.holder_layer_stride is None:
+            nothing = np.empty(0, np.uint64)
+            for some in _batches(mine, remote_page_bytes[group], _MAPPED_BYTES):
+                no_reads = ReadBatch(nothing, nothing, nothing)
+                yield Segment(some, group, no_reads, len(some) * part.nbytes, part, mapped=True)
         else:
             yield from _staged(rows, mine, group, part, remote_page_bytes[group])
 

@@ -192,6 +192,7 @@ class Pull:
             self._rows, rows[message.pages >= 0].astype(np.int64), self._ctx.storage, peer.parts,
             [peer.page_bytes(g) for g in range(len(peer.parts))], self.data.batch_bytes(peer.link),
             peer.link.direct_read_bytes, by_row=self._ctx.config.verify and peer.link.copies_itself,
+            mapped=peer.link.maps_pools,
         )  # fmt: skip
         self.data.add(segments, peer)
         self.go_on()

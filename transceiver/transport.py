@@ -65,6 +65,11 @@ class RemoteRegion(Protocol):
     @property
     def nbytes(self) -> int: ...
 
+    @property
+    def view(self) -> NDArray[np.uint8] | None:
+        """The region's bytes, read-only, where the link has mapped it into this process."""
+        ...
+
 
 class Link(Protocol):
     """A connection to one peer. Equality is identity."""
@@ -87,6 +92,11 @@ class Link(Protocol):
     @property
     def copies_itself(self) -> bool:
         """Host memory is copied by threads of the transport, which do the work of a `LandingRead`."""
+        ...
+
+    @property
+    def maps_pools(self) -> bool:
+        """The peer's pools are mapped into this process: `RemoteRegion.view` has them."""
         ...
 
     @property

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from transceiver.cma import CmaReader, has_ended, same_host_pid
 from transceiver.copy_plan import HostReader
@@ -38,6 +39,10 @@ class UcxRemoteRegion:
     key: int
     device: str = HOST
     mapped: PeerMemory | None = None
+
+    @property
+    def view(self) -> NDArray[np.uint8] | None:
+        return self.mapped.view if self.mapped is not None else None
 
     @property
     def base(self) -> int:
@@ -100,8 +105,12 @@ class UcxLink:
         return self.shares_memory or self.cma is not None
 
     @property
+    def maps_pools(self) -> bool:
+        return self.shares_memory
+
+    @property
     def direct_read_bytes(self) -> int:
-        return 4 << 10 if self.copies_itself else 64 << 10
+        return 4 << 10 if self.copies_itself and not self.shares_memory else 64 << 10
 
     def send(self, payload: bytes) -> None:
         if not self.open:

@@ -65,20 +65,24 @@ def _same_host(rounds: int, with_ray: bool, peer_python: Path | None, report: Re
             page_peers["nixl"] = stack.enter_context(open_nixl(64 << 10, 4096, peer_python)).read
         except NixlUnavailable as error:
             report(f"unavailable: {error}")
+        settings: dict[str, dict[str, object]] = {
+            "": {}, ", one thread": {"copy_threads": 1}, ", private pools": {"shared_pools": False},
+        }  # fmt: skip
         links = {
-            threads: stack.enter_context(BenchLink("64K", 4096, {"verify": False, "copy_threads": threads}))
-            for threads in (2, 1)
+            kind: stack.enter_context(BenchLink("64K", 4096, {"verify": False, **changes}))
+            for kind, changes in settings.items()
         }
         for name, run, goal in (
             ("contiguous 64 MiB", 1024, 0.95), ("1,024 scattered 64 KiB pages", 1, 0.7), ("runs of 1 MiB", 16, 1.0),
         ):  # fmt: skip
-            rows.append(_row(name, links[2].measure(Shape(1024, run), rounds, page_peers), goal))
-            rows.append(_row(f"{name}, one thread", links[1].measure(Shape(1024, run), rounds), None))
+            for kind, link in links.items():
+                measured = link.measure(Shape(1024, run), rounds, {} if kind else page_peers)
+                rows.append(_row(f"{name}{kind}", measured, None if kind else goal))
         many = max(rounds, _HANDOFF_ROUNDS)
-        rows.append(_overhead(links[2].measure(Shape(8, 8), many), "hand-off of 8 blocks, digests off"))
+        rows.append(_overhead(links[""].measure(Shape(8, 8), many), "hand-off of 8 blocks, digests off"))
         report("ucx_perftest and Ray's object store")
         peers = _process_peers(stack, with_ray, report)
-        beside = links[2].measure(Shape(1024, 1024), rounds, peers)
+        beside = links[""].measure(Shape(1024, 1024), rounds, peers)
         rows[0] = dataclasses.replace(
             rows[0], vs_ucx_perftest=beside.over("perftest"), vs_ray=beside.over("ray"), load=os.getloadavg()[0]
         )

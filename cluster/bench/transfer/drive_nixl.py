@@ -1,8 +1,8 @@
 """Runs under a Python that has NIXL: two agents in two processes, reads from one pool into the other on request.
 
 Started by `nixl_peer`, never imported. Takes one JSON line a transfer, ``{"local": [...], "remote": [...]}`` (page
-numbers), answers with ``{"seconds": ...}``: from the page numbers to the last byte. The pools are page-aligned and
-huge-page-advised like kvferry's; descriptors of all pages and the connection are prepared before.
+numbers), answers with ``{"seconds": ...}``: from the page numbers to the last byte. The pools are page-aligned
+shared memory like kvferry's; descriptors of all pages and the connection are prepared before.
 """
 
 # mypy: disable-error-code="import-not-found"
@@ -21,8 +21,8 @@ _FILL = 7
 
 
 def pool(nbytes: int, fill: int) -> tuple[mmap.mmap, int]:
-    """Anonymous memory, every byte `fill`, and its address."""
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    """Shared memory, every byte `fill`, and its address."""
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     anchor = ctypes.c_char.from_buffer(memory)

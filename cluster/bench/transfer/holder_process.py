@@ -31,9 +31,10 @@ SECRET = b"benchmark secret of one run"
 def _serve(
     pipe: Connection, layout: str, pages: int, settings: dict[str, Any], share: RankShare | None, host: str
 ) -> None:
-    storage = filled_storage(PAGE_LAYOUTS[layout], pages, 7)
+    config = CacheTransceiverConfig(**settings)
+    storage = filled_storage(PAGE_LAYOUTS[layout], pages, 7, shared=config.wants_shared_pools)
     transceiver = CacheTransceiver(
-        worker_id="bench-holder", storage=storage, config=CacheTransceiverConfig(**settings), secret=SECRET,
+        worker_id="bench-holder", storage=storage, config=config, secret=SECRET,
         shares=(share,) if share else None, host=host,
     )  # fmt: skip
     with transceiver:

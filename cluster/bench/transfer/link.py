@@ -76,13 +76,15 @@ class BenchLink:
         self.holder = self._stack.enter_context(
             HolderProcess(layout, pages, settings, shares and shares[0], namespace=namespace, host=host)
         )
-        self.storage = filled_storage(PAGE_LAYOUTS[here or layout], pages, 0)
-        self.source = filled_storage(PAGE_LAYOUTS[here or layout], pages, 7)
+        config = CacheTransceiverConfig(**settings)
+        kind = {"shared": config.wants_shared_pools}
+        self.storage = filled_storage(PAGE_LAYOUTS[here or layout], pages, 0, **kind)
+        self.source = filled_storage(PAGE_LAYOUTS[here or layout], pages, 7, **kind)
         self._stack.callback(self.source.close)
         self._stack.callback(self.storage.close)
         self.transceiver = self._stack.enter_context(
             CacheTransceiver(
-                worker_id="bench-receiver", storage=self.storage, config=CacheTransceiverConfig(**settings),
+                worker_id="bench-receiver", storage=self.storage, config=config,
                 secret=SECRET, shares=(shares[1],) if shares else None,
             )
         )  # fmt: skip

@@ -37,9 +37,9 @@ class Shape:
         return (starts[:, None] + np.arange(self.run)).reshape(-1)[: self.count].astype(np.int32)
 
 
-def filled_storage(layout: KvLayout, pages: int, fill: int) -> BytesPageStorage:
-    """A pool whose every byte is `fill`, all of it touched."""
-    storage = BytesPageStorage(layout, [pages])
+def filled_storage(layout: KvLayout, pages: int, fill: int, *, shared: bool) -> BytesPageStorage:
+    """A pool whose every byte is `fill`, all of it touched; in shared memory if told so."""
+    storage = BytesPageStorage(layout, [pages], shared=shared)
     region = storage.region()
     ctypes.memset(region.address, fill, region.nbytes)
     storage.generations()[:] = 1
