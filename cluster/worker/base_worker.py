@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-import socket
 import uuid
 from collections.abc import Coroutine
 from typing import Any
@@ -18,21 +16,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.engine import free_memory_bytes, load_runner, make_storage
-from cluster.engine_loop import EngineLoop
 from cluster.errors import EngineBrokenError, NotReadyError, StartupError, WorkerLostError
 from cluster.log import configure_logging
 from cluster.request import EngineRequest, FinishReason, conversation_key
-from cluster.scheduler import Scheduler, SequenceEvent
+from cluster.scheduler import SequenceEvent
 from cluster.sequence import Sequence
 from cluster.worker.grants import Grants
-from cluster.worker.kv_fetch import KvFetch
 from cluster.worker.live_requests import LiveRequests
-from cluster.worker.messages import PrefixLoan, WorkerInfo, WorkerRole, WorkerStats
-from cluster.worker.pool_size import pool_pages
+from cluster.worker.messages import PrefixLoan, WorkerInfo, WorkerStats
+from cluster.worker.parts import build_parts
+from cluster.worker.pulls import Pulls
 from cluster.worker.spec import WorkerSpec
-from kvcache import BlockOrigin, KvCacheManager, ReuseScope, SequenceCache
-from transceiver import CacheTransceiver, Pull, TransceiverError
+from kvcache import ReuseScope, SequenceCache
+from transceiver import TransceiverError
 from transceiver.testing import FaultInjector
 
 __all__ = ["BaseWorker"]
@@ -56,7 +52,6 @@ class BaseWorker:
         self._info: WorkerInfo | None = None
         self._live = LiveRequests()
         self._session = 0
-        self._pulls: dict[str, Pull] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> WorkerInfo:
@@ -77,54 +72,14 @@ class BaseWorker:
 
     def _build(self) -> WorkerInfo:
         spec = self.spec
-        runner = load_runner(
-            spec.model, tokens_per_block=spec.kv_cache.tokens_per_block, device=spec.device, dtype=spec.dtype
-        )
-        free_bytes = int(free_memory_bytes(spec.device) * spec.memory_share)
-        num_pages = pool_pages(spec.kv_cache, runner.layout, free_bytes)
-        self.storage = make_storage(runner, num_pages, shared=spec.transceiver.wants_shared_pools)
-        runner.bind(self.storage)
-        self.manager = KvCacheManager(runner.layout, spec.kv_cache, self.storage, worker_id=spec.worker_id)
-        self.max_seq_len = min(spec.max_seq_len, runner.max_position)
-        self.eos_token_ids = runner.eos_token_ids
-        scheduler = Scheduler(
-            self.manager,
-            max_batch_size=spec.max_batch_size,
-            max_num_tokens=spec.max_num_tokens,
-            enable_chunked_prefill=spec.enable_chunked_prefill,
-            max_suspended_bytes=spec.kv_cache.host_cache_size,
-        )
-        self.engine = EngineLoop(runner, self.manager, scheduler, self._deliver, name=f"{spec.worker_id}-engine")
-        self.transceiver: CacheTransceiver | None = None
-        if spec.role is not WorkerRole.AGGREGATED:
-            self.transceiver = CacheTransceiver(
-                worker_id=spec.worker_id,
-                storage=self.storage,
-                config=spec.transceiver,
-                secret=spec.secret,
-                host=own_address(spec.reachable_from),
-                faults=self._faults,
-            )
-            try:
-                self.transceiver.start()
-            except BaseException:
-                self.storage.close()
-                raise
-        lease_s = spec.transceiver.kv_transfer_timeout_ms / 1000
-        self._grants = Grants(spec.worker_id, self.engine, self.transceiver, lease_s, self._spawn)
-        return WorkerInfo(
-            worker_id=spec.worker_id,
-            role=spec.role,
-            incarnation=self.incarnation,
-            pid=os.getpid(),
-            host=socket.gethostname(),
-            transceiver_address=self.transceiver.address if self.transceiver else "",
-            layout_fingerprint=runner.layout.fingerprint(),
-            tokens_per_block=runner.layout.tokens_per_block,
-            page_bytes=runner.layout.page_bytes(),
-            capacity_tokens=num_pages[0] * runner.layout.tokens_per_block,
-            max_seq_len=self.max_seq_len,
-        )
+        parts = build_parts(spec, self._deliver, self._faults)
+        self.storage, self.manager, self.engine = parts.storage, parts.manager, parts.engine
+        self.transceiver = parts.transceiver
+        self.eos_token_ids, self.max_seq_len = parts.eos_token_ids, parts.max_seq_len
+        limit_s = spec.transceiver.kv_transfer_timeout_ms / 1000
+        self._grants = Grants(spec.worker_id, self.engine, self.transceiver, limit_s, self._spawn)
+        self._pulls = Pulls(self.engine, self.transceiver, self._live, limit_s, self._spawn)
+        return parts.info(spec, self.incarnation)
 
     async def attach(self) -> int:
         """An orchestrator takes the worker over, for the first time or after it lost sight of it.
@@ -190,9 +145,7 @@ class BaseWorker:
             return
         self._live.abort(request_id)
         self.engine.request_stop(request_id, FinishReason.CANCELLED)
-        pull = self._pulls.get(request_id)
-        if pull is not None:
-            pull.cancel()
+        self._pulls.cancel(request_id)
         await self.release(request_id)
 
     async def release(self, request_id: str) -> None:
@@ -279,28 +232,6 @@ class BaseWorker:
             reports_chunks=reports_chunks,
         )
 
-    def _fetch(self, cache: SequenceCache, origin: BlockOrigin) -> KvFetch:
-        """A pull into `cache`, not begun yet."""
-        assert self.transceiver is not None
-        return KvFetch(self.engine, self.transceiver, cache, origin=origin)
-
-    def _register_pull(self, request_id: str, pull: Pull) -> None:
-        """An abort of the request must reach its pull."""
-        self._pulls[request_id] = pull
-        if self._live.is_aborted(request_id):
-            pull.cancel()
-
-    def _close_when_idle(self, cache: SequenceCache, fetch: KvFetch) -> None:
-        """Close a cache once no transfer can touch its pages any more; until then they stay quarantined."""
-
-        async def close() -> None:
-            await fetch.memory_idle()
-            with self.engine.lock:
-                cache.close()
-            self.engine.wake()
-
-        self._spawn(close())
-
     def _close_cache(self, sequence: Sequence) -> None:
         """Give a sequence's pages back, unless the books are broken: then the whole worker is about to go."""
         if self._broken is None:
@@ -338,11 +269,3 @@ class BaseWorker:
         task = self._loop.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def own_address(peer: str) -> str:
-    """This machine's address on the route to `peer`. Sends nothing."""
-    family = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0][0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((peer, 9))
-        return str(probe.getsockname()[0])

@@ -124,13 +124,13 @@ class ContextWorker(BaseWorker):
                 declined = self._why_not(cache, target, mode, capacity=len(known))
             have = cache.num_computed_tokens
             wanted = have if declined is not None else max(target, have)
-        fetch, arrived = self._fetch(cache, BlockOrigin.PULLED), False
+        fetch, arrived = self._pulls.prepare(cache, BlockOrigin.PULLED), False
         try:
             result = await self._pull(fetch, loan.ticket, known[:wanted], request, end_of_prompt=False)
             arrived = result.arrived and declined is None
         finally:
             if not arrived:
-                self._close_when_idle(cache, fetch)
+                self._pulls.close_when_idle(cache, fetch)
         if not arrived:
             return _Pulled(None, 0, declined or result.outcome)
         return _Pulled(cache, result.intact_tokens - have, result.outcome)
@@ -164,7 +164,7 @@ class ContextWorker(BaseWorker):
             )
             had = cache.num_reused_tokens
         outcome: TransferOutcome | None = None
-        fetch = self._fetch(cache, BlockOrigin.GEN_TO_CTX)
+        fetch = self._pulls.prepare(cache, BlockOrigin.GEN_TO_CTX)
         try:
             if turn.ticket is not None:
                 outcome = await self._take_answer(turn, turn.ticket, cache, fetch)
@@ -174,7 +174,7 @@ class ContextWorker(BaseWorker):
                     stop_reason=str(turn.finish_reason), output_tokens=len(turn.token_ids) - turn.prompt_tokens
                 )
         finally:
-            self._close_when_idle(cache, fetch)
+            self._pulls.close_when_idle(cache, fetch)
         return BackflowResult(endpoint_tokens=endpoint, already_cached_tokens=had, transfer=outcome)
 
     async def _take_answer(
@@ -199,18 +199,7 @@ class ContextWorker(BaseWorker):
     ) -> FetchResult:
         """Run a fetch that an abort of the request reaches, and remember what it cost."""
         started = time.monotonic()
-        try:
-            result = await fetch.run(
-                ticket,
-                token_ids,
-                conversation_id=request.conversation_id,
-                cache_salt=request.cache_salt,
-                timeout_s=self.spec.transceiver.kv_transfer_timeout_ms / 1000,
-                end_of_prompt=end_of_prompt,
-                register=lambda pull: self._register_pull(request.request_id, pull),
-            )
-        finally:
-            self._pulls.pop(request.request_id, None)
+        result = await self._pulls.run(fetch, ticket, token_ids, request, end_of_prompt=end_of_prompt)
         self.repaired_blocks += result.damaged_blocks
         if result.outcome.bytes:
             self._backflow.observe_pull(result.outcome.bytes, time.monotonic() - started)

@@ -91,28 +91,17 @@ class GenerationWorker(BaseWorker):
     async def _pull_prompt(
         self, request: EngineRequest, ticket: GrantTicket, num_tokens: int
     ) -> tuple[Admission, SequenceCache | None]:
-        timeout_s = self.spec.transceiver.kv_transfer_timeout_ms / 1000
         known = request.known_ids
-        computed = known[:num_tokens]
-        cache = await self._open_cache(request, known, num_tokens, timeout_s)
+        cache = await self._open_cache(request, known, num_tokens, self._pulls.timeout_s)
         cached = cache.num_reused_tokens
-        fetch = self._fetch(cache, BlockOrigin.CTX_TO_GEN)
+        fetch = self._pulls.prepare(cache, BlockOrigin.CTX_TO_GEN)
         try:
-            result = await fetch.run(
-                ticket,
-                computed,
-                conversation_id=request.conversation_id,
-                cache_salt=request.cache_salt,
-                timeout_s=timeout_s,
-                register=lambda pull: self._register_pull(request.request_id, pull),
-            )
+            result = await self._pulls.run(fetch, ticket, known[:num_tokens], request)
         except BaseException:
-            self._close_when_idle(cache, fetch)
+            self._pulls.close_when_idle(cache, fetch)
             raise
-        finally:
-            self._pulls.pop(request.request_id, None)
         if self._live.is_aborted(request.request_id) or not result.arrived:
-            self._close_when_idle(cache, fetch)
+            self._pulls.close_when_idle(cache, fetch)
             return Admission(AdmissionStatus.TRANSFER_FAILED, cached, 0, 0, result.outcome), None
         self.repaired_blocks += result.damaged_blocks
         return _admission(num_tokens, cached, result), cache
