@@ -77,6 +77,7 @@ class Attempt:
             if self._with.aggregated or await self._prefers_local_prefill(generation):
                 await self._decode(generation, None, None)
                 return
+            self._engine_request = replace(self._engine_request, kv_receiver=generation.worker_id)
             async with dispatcher.worker(WorkerRole.CONTEXT, request) as context:
                 received = False
                 try:
@@ -196,7 +197,8 @@ class Attempt:
         generation.open_stream(request_id)
         try:
             started = time.monotonic()
-            admission = await generation.generate(self._engine_request, ticket)
+            receiver = None if context is None else context.worker_id
+            admission = await generation.generate(replace(self._engine_request, kv_receiver=receiver), ticket)
             if ticket is not None:
                 self._note_transfer(generation, admission, time.monotonic() - started)
             stream.on_stop(lambda: generation.stop(request_id))

@@ -67,7 +67,7 @@ class PrefixLoans:
                 return result
             cached = result.cached_tokens
             self._index.discard(lender.keys[cached // self._grain :], context.worker_id)
-        loan = await self._borrow(lender, request)
+        loan = await self._borrow(lender, request, context.worker_id)
         if loan is None or loan.num_tokens <= cached:
             if loan is not None:
                 await lender.worker.let_go(loan.loan_id)
@@ -100,9 +100,9 @@ class PrefixLoans:
         best = max(holders, key=rank)
         return _Lender(best, keys, depths[best.worker_id], own)
 
-    async def _borrow(self, lender: _Lender, request: EngineRequest) -> PrefixLoan | None:
+    async def _borrow(self, lender: _Lender, request: EngineRequest, borrower: str) -> PrefixLoan | None:
         """Ask for a loan. None when the lender has nothing or is gone: then its share is computed."""
-        asked = replace(request, request_id=f"{request.request_id}/loan{next(self._ids)}")
+        asked = replace(request, request_id=f"{request.request_id}/loan{next(self._ids)}", kv_receiver=borrower)
         try:
             loan = await lender.worker.lend(asked)
         except ClusterError:

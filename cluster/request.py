@@ -47,6 +47,8 @@ class EngineRequest:
     prompt_ids       int32 (n,), n >= 1
     first_token_ids  tokens already sampled elsewhere (the context worker's first one, or those a client has already
                      received when the request is retried): they count against max_tokens and are not sent again
+    kv_receiver      the worker that will pull what this request's worker grants, if it is known: nobody else may, and
+                     when it dies the grant ends at once instead of at its lease's end
     """
 
     request_id: str
@@ -55,6 +57,7 @@ class EngineRequest:
     conversation_id: str | None = None
     cache_salt: str | None = None
     first_token_ids: tuple[int, ...] = ()
+    kv_receiver: str | None = None
 
     @property
     def known_ids(self) -> NDArray[np.int32]:

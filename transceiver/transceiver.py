@@ -28,7 +28,7 @@ from transceiver.receiver import Pull
 from transceiver.stats import TransceiverStats
 from transceiver.testing import FaultInjector
 from transceiver.transceiver_loop import TransceiverLoop
-from transceiver.transfer_checks import check_identity, check_seconds, check_tables, conversation_digest
+from transceiver.transfer_checks import check_identity, check_seconds, check_tables, check_ticket, conversation_digest
 from transceiver.transfer_types import GrantTicket, TransferOutcome, TransferStatus
 
 __all__ = ["CacheTransceiver"]
@@ -107,12 +107,12 @@ class CacheTransceiver:
         now at the latest (plus a bounded wait when a receiver is reading): committed blocks by a pin. With `open_ended`
         more blocks follow through `Publication.extend` (needs enable_pipelined_transfer); their pages are held by the
         caller's sequence and not pinned, and a pull of one given out anew fails by its generation number. Raises
-        TransceiverFullError, and ValueError (nothing is published) for impossible tables, `scope` or `lease_s`;
-        `Publication.extend` raises it too.
+        TransceiverFullError, and ValueError (nothing is published) for impossible tables, `scope`, `receiver` or
+        `lease_s`; `Publication.extend` raises it too.
         """
         self._check_running()
         check_tables(self._ctx.storage, tables)
-        check_identity(transfer_id, scope)
+        check_identity(transfer_id, scope, receiver)
         lease_s = check_seconds("lease_s", lease_s)
         if open_ended and not self._ctx.config.enable_pipelined_transfer:
             raise ValueError("an open-ended grant needs cache_transceiver_config.enable_pipelined_transfer: true")
@@ -142,8 +142,9 @@ class CacheTransceiver:
         `scope`, ticket or `timeout_s` (finite, above 0).
         """
         self._check_running()
+        check_ticket(ticket)
         check_tables(self._ctx.storage, tables)
-        check_identity(ticket.transfer_id, scope, ticket.token)
+        check_identity(ticket.transfer_id, scope)
         timeout_s = min(check_seconds("timeout_s", timeout_s), self._ctx.config.kv_transfer_timeout_ms / 1000)
         pull = Pull(
             self._ctx, next(self._pull_ids), ticket, tables, conversation_digest(conversation_id), scope, timeout_s,

@@ -15,7 +15,15 @@ from kvcache.storage.page_storage import PageStorage
 from transceiver.stats import PerfRow
 from transceiver.transfer_types import GrantTicket, TransferOutcome
 
-__all__ = ["check_identity", "check_seconds", "check_tables", "conversation_digest", "perf_row", "phase_seconds"]
+__all__ = [
+    "check_identity",
+    "check_seconds",
+    "check_tables",
+    "check_ticket",
+    "conversation_digest",
+    "perf_row",
+    "phase_seconds",
+]
 
 _FEW_ROWS = 64  # below it a list is checked faster than an array
 
@@ -85,15 +93,30 @@ def check_seconds(name: str, value: object) -> float:
     raise ValueError(f"{name} is {str(value)[:40]!r}: write a finite number of seconds above 0, such as 30.0")
 
 
-def check_identity(transfer_id: object, scope: object, token: object = b"") -> None:
+def check_identity(transfer_id: object, scope: object, receiver: object = None) -> None:
     """Raises ValueError for what no message can carry: ids and scopes of a wrong type, or too long."""
-    if not isinstance(transfer_id, str) or len(transfer_id) > 256:
-        raise ValueError("transfer_id is not text of at most 256 characters")
-    transfer_id.encode()  # a lone surrogate: UnicodeEncodeError is a ValueError
+    _check_text("transfer_id", transfer_id)
+    if receiver is not None:
+        _check_text("receiver", receiver)
     if type(scope) is not bytes or len(scope) > 256:
         raise ValueError(f"scope is of type {type(scope).__name__}: write at most 256 bytes, such as b'' for no scope")
-    if type(token) is not bytes or len(token) > 64:
+
+
+def check_ticket(ticket: object) -> None:
+    """Raises ValueError for what cannot be a ticket that publish() made: another type, or damaged."""
+    if not isinstance(ticket, GrantTicket):
+        raise ValueError(f"the ticket is of type {type(ticket).__name__}: hand over what publish() made, as it is")
+    _check_text("the ticket's transfer_id", ticket.transfer_id)
+    if type(ticket.token) is not bytes or len(ticket.token) > 64:
         raise ValueError("the ticket's token is not what publish() made: hand the ticket over as it is")
+    if type(ticket.address) is not str:
+        raise ValueError("the ticket's address is not text: hand the ticket over as publish() made it")
+
+
+def _check_text(name: str, value: object) -> None:
+    if not isinstance(value, str) or len(value) > 256:
+        raise ValueError(f"{name} is not text of at most 256 characters")
+    value.encode()  # a lone surrogate: UnicodeEncodeError is a ValueError
 
 
 def perf_row(ticket: GrantTicket, outcome: TransferOutcome) -> PerfRow:

@@ -57,15 +57,15 @@ class Grants:
     def give(self, request: EngineRequest, cache: SequenceCache, num_tokens: int) -> GrantTicket:
         """Offer the first `num_tokens` of a sequence to a peer; its pages stay pinned until that is settled.
 
-        Call with the engine's lock held. The sequence itself may be closed afterwards. Raises NotReadyError when too
-        many grants are open.
+        Call with the engine's lock held. The sequence itself may be closed afterwards. Raises NotReadyError, nothing
+        granted or pinned, when too many grants are open or the transceiver refuses this one.
         """
         groups = range(len(self._engine.manager.layout.groups))
         pin = self._pin(cache)
         try:
             tables = tuple(cache.block_table(0, num_tokens, group) for group in groups)
             publication = self._publish(request, tables, open_ended=False)
-        except NotReadyError:
+        except BaseException:
             pin.release()
             raise
         self._pins[request.request_id] = pin
@@ -88,7 +88,8 @@ class Grants:
 
         Until then the sequence must hold its pages; after it they stay pinned until the grant is settled. Groups whose
         blocks may change before the prompt ends go whole with the last call. Call with the engine's lock held. Raises
-        NotReadyError, the grant withdrawn, when it has ended or the sequence was preempted since the last call.
+        NotReadyError, the grant withdrawn, when it has ended, the sequence was preempted since the last call, or the
+        transceiver refuses the blocks.
         """
         layout, publication = self._engine.manager.layout, self._open.get(request_id)
         sent, owner = self._growing.get(request_id, (0, None))
@@ -110,7 +111,11 @@ class Grants:
         if last:
             self._pins[request_id] = self._pin(cache)
             del self._growing[request_id]
-        publication.extend(tuple(tables), last=last)
+        try:
+            publication.extend(tuple(tables), last=last)
+        except ValueError as error:
+            self.withdraw(request_id)
+            raise NotReadyError(f"{self._worker_id} cannot grant its blocks: {error}") from error
         return publication.ticket
 
     def withdraw(self, request_id: str) -> None:
@@ -142,8 +147,9 @@ class Grants:
                 scope=ReuseScope(cache_salt=request.cache_salt).digest(),
                 lease_s=self._lease_s,
                 open_ended=open_ended,
+                receiver=request.kv_receiver,
             )
-        except TransceiverError as error:
+        except (TransceiverError, ValueError) as error:  # too many at once, or what no grant can be made of
             raise NotReadyError(f"{self._worker_id} cannot grant its blocks: {error}") from error
         self._open[request.request_id] = publication
         self._spawn(self._unpin_when_settled(request.request_id, publication))

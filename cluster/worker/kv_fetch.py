@@ -84,7 +84,9 @@ class KvFetch:
                 timeout_s=timeout_s,
             )
         except TransceiverError as error:  # too many pulls at once, or the transceiver is closing
-            return FetchResult(TransferOutcome(TransferStatus.FAILED, str(error)), False, have, 0)
+            return _not_begun(str(error), have)
+        except ValueError as error:  # a ticket that was damaged on its way, or blocks that no transfer can bring
+            return _not_begun(f"refused by this side's transceiver: {error}", have)
         register(self._pull)
         try:
             outcome = await asyncio.wrap_future(self._pull.future)
@@ -106,3 +108,7 @@ class KvFetch:
         """Return when no operation of this fetch can touch the cache's pages any more."""
         if self._pull is not None:
             await asyncio.shield(asyncio.wrap_future(self._pull.settled))
+
+
+def _not_begun(reason: str, have: int) -> FetchResult:
+    return FetchResult(TransferOutcome(TransferStatus.FAILED, reason), False, have, 0)

@@ -82,11 +82,22 @@ def test_ids_and_tokens_that_no_message_carries_are_refused() -> None:
         for name in ("x" * 257, 5, "\ud800"):
             with pytest.raises(ValueError, match=r"transfer_id|surrogates"):
                 p.publish(name)  # type: ignore[arg-type]
+            with pytest.raises(ValueError, match=r"receiver|surrogates"):
+                p.publish("t", receiver=name)
         untouched(p)
         good = p.publish("good")
-        for change in ({"transfer_id": 5}, {"token": "text"}, {"token": bytes(65)}):
-            ticket = dataclasses.replace(good.ticket, **change)
+        for change in (
+            {"transfer_id": 5},
+            {"token": "text"},
+            {"token": bytes(65)},
+            {"address": None},
+            {"address": b"x"},
+        ):
+            ticket: Any = dataclasses.replace(good.ticket, **change)
             with pytest.raises(ValueError, match=next(iter(change))):
+                p.receiver.pull(ticket, (table((4,)),), conversation_id="c", scope=SCOPE, timeout_s=5)
+        for ticket in (None, "ticket", dataclasses.asdict(good.ticket)):
+            with pytest.raises(ValueError, match="the ticket is of type"):
                 p.receiver.pull(ticket, (table((4,)),), conversation_id="c", scope=SCOPE, timeout_s=5)
 
 
