@@ -35,7 +35,7 @@ CASES = {
     "one of two stages": (full((2, 3), 4), share(4, 0, 4), full((0, 1, 2, 3), 4), share(4, 0, 4), False),
     "into a layer-major pool": (full((0, 1, 2), 2), share(4, 0, 2), full((0, 1, 2), 4), share(4, 0, 4), True),
     "state by heads and sections": (
-        state((0, 1), 96), share(2, 0, 1, (128, 64)), state((0, 1), 192), share(2, 0, 2, (128, 64)), False,
+        state((0, 1), 96), share(2, 0, 1, (128, 64)), state((0, 1), 192), share(1, 0, 1, (128, 64)), False,
     ),
 }  # fmt: skip
 
