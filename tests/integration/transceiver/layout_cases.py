@@ -110,14 +110,14 @@ def with_index_keys(model: Model, layers: Sequence[int]) -> Model:
 
 def hybrid(*, dim: int = 8, layers: int = 6) -> Model:
     """Full attention, a window, SSM state by heads, convolution state by sections, index keys: dtypes of all kinds."""
-    every = range(layers)
+    every, size = range(layers), dim // 8
     return Model(
         layers,
         (
             Group(tuple(every[::3]), 4, dim, K.FULL),
             Group(tuple(every[1::3]), 4, dim, K.SLIDING, window=24, dtype="bfloat16"),
-            Group(tuple(every[2::3]), kind=K.RECURRENT, sections=(4 * 96,)),
-            Group(tuple(every[2::3]), kind=K.RECURRENT, dtype="bfloat16", sections=(64, 16, 16)),
+            Group(tuple(every[2::3]), kind=K.RECURRENT, sections=(size * 4 * 96,)),
+            Group(tuple(every[2::3]), kind=K.RECURRENT, dtype="bfloat16", sections=(size * 64, size * 16, size * 16)),
             Group(tuple(every[::3]), heads=1, dim=16, kv=1, dtype="uint8"),
         ),
     )

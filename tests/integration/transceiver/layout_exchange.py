@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -104,11 +105,12 @@ class Exchange:
 @contextmanager
 def exchange(
     fabric: Fabric, holders: Holders, model: Model, ctx: ParallelLayout, gen: ParallelLayout, *,
-    forms: tuple[bool, bool] = (False, False), pages: int = 40,
+    forms: tuple[bool, bool] = (False, False), pages: int = 40, backwards: bool = False,
 ) -> Iterator[Exchange]:  # fmt: skip
-    """Both sides, started; `forms`: which side's pools are layer-major."""
+    """Both sides, started; `forms`: which side's pools are layer-major; `backwards`: the receivers' order of layers."""
     holders.start(model, ctx, forms[0], pages)
     with ExitStack() as stack:
         config = CacheTransceiverConfig(**config_of(fabric))
-        receivers = Side(stack, "gen", model, gen, config, layer_major=forms[1], pages=pages)
+        theirs = replace(model, backwards=backwards)
+        receivers = Side(stack, "gen", theirs, gen, config, layer_major=forms[1], pages=pages)
         yield Exchange(fabric, holders, ctx, receivers)

@@ -91,10 +91,14 @@ def _section(request: int, group: int, layer: int, section: int, nbytes: int) ->
 
 @dataclass(frozen=True)
 class Model:
-    """All life cycles of a model of `num_layers` layers; a layer may have KV in more than one (index keys)."""
+    """All life cycles of a model of `num_layers` layers; a layer may have KV in more than one (index keys).
+
+    `backwards`: the last layer is in a rank's first slot.
+    """
 
     num_layers: int
     groups: tuple[Group, ...]
+    backwards: bool = False
 
     def layers(self, server: ParallelLayout, rank: int, group: int) -> list[int]:
         """Global ids of the rank's layers of a group; the first stages hold one layer more where it does not divide."""
@@ -104,7 +108,7 @@ class Model:
             for _ in range(self.num_layers // server.pp + (stage < self.num_layers % server.pp)):
                 dealt[stage].append(next(layer))
         mine = dealt[rank // server.tp]
-        return [layer for layer in self.groups[group].layers if layer in mine]
+        return [layer for layer in self.groups[group].layers[:: -1 if self.backwards else 1] if layer in mine]
 
     def heads(self, server: ParallelLayout, rank: int, group: int) -> list[int]:
         """Global heads of the rank; ranks beyond the number of heads hold one together with their neighbours."""

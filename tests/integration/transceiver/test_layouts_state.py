@@ -50,7 +50,16 @@ def test_all_kinds_of_groups_in_all_forms(
 ) -> None:
     """With the larger heads some groups come in pieces and others through staging, in one pull."""
     ctx, gen = P(1, 2), P(2, 3)
-    with exchange(fabric, processes[str(fabric)], hybrid(dim=dim), ctx, gen, forms=forms, pages=16) as sides:
+    with exchange(fabric, processes[str(fabric)], hybrid(dim=dim, layers=12), ctx, gen, forms=forms, pages=9) as sides:
+        sides.hand_over(requests_of((9, 32)))
+
+
+@pytest.mark.parametrize("fabric", FABRICS)
+@pytest.mark.parametrize("dim", [8, 1024])
+@pytest.mark.parametrize(("ctx", "gen"), [(P(1), P(1)), (P(2, 2), P(1))], ids=pair_id)
+def test_layers_in_another_order(processes: Processes, fabric: Fabric, dim: int, ctx: P, gen: P) -> None:
+    """Slots are found by the layers' numbers, not by their order."""
+    with exchange(fabric, processes[str(fabric)], hybrid(dim=dim), ctx, gen, backwards=True, pages=16) as sides:
         sides.hand_over(requests_of((9, 32)))
 
 
