@@ -261,6 +261,7 @@ class PeerTable:
         if peer.address and self._by_address.get(peer.address) is peer:
             del self._by_address[peer.address]
         self._each(peer, lambda pull: pull.on_lost(reason))
+        peer.regions.clear()  # a mapped pool stays in memory, whoever has ended, until nobody maps it any more
         if not peer.outgoing:
             self._ctx.guarded(lambda: self._holder.on_lost(peer.link, reason, peer.worker_id))
 

@@ -225,7 +225,8 @@ class PullData:
         self._ctx.in_background(lambda: self.work(segment), done)
 
     def _release(self, segment: Segment) -> None:
-        """The staging buffer of a segment may be used again."""
+        """The staging buffer of a segment may be used again, the holder's mapped pool unmapped."""
+        segment.source = None
         if segment.buffer is not None:
             self._buffers.append(segment.buffer)
             segment.buffer = None
