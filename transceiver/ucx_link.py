@@ -74,7 +74,7 @@ class UcxLink:
         self.reads: deque[PendingRead] = deque()  # UCX requests
         self.copies: set[PendingRead] = set()  # copies by threads of this process
         self.cma: CmaReader | None = None
-        self.shares_memory = False  # the peer's pools are mapped here
+        self.maps_pools = False  # the peer's pools are mapped here
         self.sends: deque[tuple[int, bytes]] = deque()
         self._transport = ""
         self._identity = b""
@@ -93,7 +93,7 @@ class UcxLink:
 
     @property
     def detail(self) -> str:
-        if self.shares_memory:
+        if self.maps_pools:
             return "copies from the mapped pool"
         if self.cma is not None:
             return "process_vm_readv"
@@ -102,15 +102,11 @@ class UcxLink:
 
     @property
     def copies_itself(self) -> bool:
-        return self.shares_memory or self.cma is not None
-
-    @property
-    def maps_pools(self) -> bool:
-        return self.shares_memory
+        return self.maps_pools or self.cma is not None
 
     @property
     def direct_read_bytes(self) -> int:
-        return 4 << 10 if self.copies_itself and not self.shares_memory else 64 << 10
+        return 4 << 10 if self.copies_itself and not self.maps_pools else 64 << 10
 
     def send(self, payload: bytes) -> None:
         if not self.open:
@@ -134,7 +130,7 @@ class UcxLink:
             raise TransceiverError(f"the memory key of {self.peer} cannot be used: {error}") from error
         self.keys.append(handle)
         mapped = None
-        if self.shares_memory and info.file:
+        if self.maps_pools and info.file:
             try:
                 mapped = PeerMemory(self._identity, info.file - 1, info.nbytes)
             except OSError as error:
@@ -208,7 +204,7 @@ class UcxLink:
         pid = same_host_pid(identity)
         if pid is None or not self.owner.identity:  # another host, or the configuration allows no cma
             return True
-        self.shares_memory = shared and self.owner.maps_memory and self._maps(probe)
+        self.maps_pools = shared and self.owner.maps_memory and self._maps(probe)
         lane = self._best_lane() == "cma"
         reader, scratch = CmaReader(pid), np.zeros(1, np.uint64)
         try:
@@ -218,11 +214,11 @@ class UcxLink:
         except OSError as error:
             if error.errno not in (errno.EPERM, errno.EACCES, errno.ENOSYS):
                 raise LinkClosedError(f"{self.peer} cannot be read: {error}") from error
-            if not self.shares_memory:
+            if not self.maps_pools:
                 _log.warning("the kernel refuses cma to %s (%s): its blocks will come over TCP", self.peer, error)
                 self.owner.no_cma[self.peer] = error.strerror or str(error)
                 return not lane  # without a cma lane this link is good as it is: UCX knew
-        if self.shares_memory:
+        if self.maps_pools:
             self._transport = "ucx/shm"
         return True
 
