@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 from typing import Any, TypeAlias
 
@@ -43,11 +44,11 @@ def name_in(address: str) -> str:
     if scheme not in _SCHEMES:
         return ""
     try:
-        host, port = parse_address(scheme, address)
-        numeric(host, port)
+        host, _ = parse_address(scheme, address)
+        ipaddress.ip_address(host)
     except TransceiverError:  # the transport will say so
         return ""
-    except OSError:
+    except ValueError:
         return host
     return ""
 
