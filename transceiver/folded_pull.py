@@ -6,15 +6,14 @@ that fails ends the others, so that no holder waits for a transfer that cannot s
 
 from __future__ import annotations
 
-import asyncio
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from transceiver.awaits_outcome import AwaitsOutcome, unshakable_future
 from transceiver.receiver import Pull
 from transceiver.transfer_types import TransferOutcome, TransferStatus
 
@@ -50,16 +49,14 @@ def fold_outcomes(
     )
 
 
-class FoldedPull:
+class FoldedPull(AwaitsOutcome):
     """`future` and `settled` as of one `Pull`. Made from pulls that were started; thread-safe."""
 
     def __init__(self, pulls: Sequence[Pull]) -> None:
         if not pulls:
             raise ValueError("folding needs at least one pull")
-        self.future: Future[TransferOutcome] = Future()
-        self.settled: Future[None] = Future()
-        for future in (self.future, self.settled):  # a cancelled asyncio wrapper must not cancel them
-            future.set_running_or_notify_cancel()
+        super().__init__()
+        self.settled: Future[None] = unshakable_future()
         self._pulls = tuple(pulls)
         self._lock = threading.Lock()
         self._open = len(pulls)
@@ -72,10 +69,6 @@ class FoldedPull:
         """Cancel every part. True when nothing touches the pages any more."""
         answers = [pull.cancel() for pull in self._pulls]  # every one must be asked
         return all(answers)
-
-    def __await__(self) -> Generator[Any, None, TransferOutcome]:
-        """``outcome = await folded``."""
-        return asyncio.wrap_future(self.future).__await__()
 
     def _ended(self, future: Future[TransferOutcome]) -> None:
         outcome = future.result()

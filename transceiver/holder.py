@@ -19,15 +19,14 @@ from transceiver.early_requests import EarlyRequests
 from transceiver.errors import LinkClosedError
 from transceiver.handshake import sign
 from transceiver.holder_digests import known_digests, warm_digests
-from transceiver.holder_pulls import ActivePull, find_waiting, request_columns
+from transceiver.holder_pulls import ActivePull, Asked, find_waiting, request_columns
 from transceiver.loop_context import LoopContext
-from transceiver.page_part import PartView
 from transceiver.publication import Publication
 from transceiver.request_checks import request_problem
 from transceiver.transfer_state import TransferState
 from transceiver.transfer_types import TransferOutcome, TransferStatus
 from transceiver.transport import Link
-from transceiver.wire import Ack, Cancel, Digests, Grant, Message, PullRequest, Refuse, encode
+from transceiver.wire import Ack, Cancel, Digests, Grant, Message, Refuse, encode
 
 __all__ = ["HolderSide"]
 
@@ -69,8 +68,8 @@ class HolderSide:
         publication.timer = self._ctx.after(publication.lease_s, lambda: self._lease_over(publication))
         if self._ctx.config.verify:
             warm_digests(self._ctx, publication.tables(), publication)
-        for early in self._early.take(publication.transfer_id):
-            self.on_request(early.link, early.request, early.parts, early.worker_id)
+        for asked in self._early.take(publication.transfer_id):
+            self.on_request(asked)
 
     def cancel(self, publication: Publication) -> None:
         """The owner wants this grant to end."""
@@ -86,34 +85,31 @@ class HolderSide:
 
     # --- from the peer ------------------------------------------------------------------------------------------
 
-    def on_request(
-        self, link: Link, request: PullRequest, parts: tuple[PartView | None, ...] = (), worker_id: str = ""
-    ) -> None:
-        """Receiver `worker_id` names the blocks it lacks; `parts`: which part of a page it shares, per group."""
-        stats = self._ctx.stats
+    def on_request(self, asked: Asked) -> None:
+        """A receiver names the blocks it lacks."""
+        link, request, stats = asked.link, asked.request, self._ctx.stats
         if (id(link), request.pull_id) in self._active:
             stats.stale_messages += 1
             return
         publication = self._open.get(request.transfer_id)
         if publication is None:
-            self._unpublished(link, request, parts, worker_id)
+            self._unpublished(asked)
             return
         busy, most = bool(self._of(publication)), self._ctx.config.max_blocks_per_pull
-        refusal = request_problem(publication, request, worker_id, busy=busy, max_blocks=most)
+        refusal = request_problem(publication, request, asked.worker_id, busy=busy, max_blocks=most)
         if refusal is not None:
             stats.refused_pulls += 1
             self._tell(link, Refuse(request.pull_id, *refusal))
             return
-        active = ActivePull(link, request, parts, publication, self._ctx.clock(), *request_columns(request))
+        active = ActivePull(link, request, asked.parts, publication, self._ctx.clock(), *request_columns(request))
         self._active[id(link), request.pull_id] = active
         publication.machine.advance(TransferState.READY)
         publication.machine.advance(TransferState.TRANSFERRING)
         self._grant(active)
 
-    def _unpublished(
-        self, link: Link, request: PullRequest, parts: tuple[PartView | None, ...], worker_id: str
-    ) -> None:
+    def _unpublished(self, asked: Asked) -> None:
         """Either side may come first: keep a request whose token is genuine until its publication comes."""
+        request = asked.request
         ended = self._ended.get(request.transfer_id)
         genuine = hmac.compare_digest(
             self.token(request.transfer_id, request.conversation, request.scope), request.token
@@ -121,9 +117,9 @@ class HolderSide:
         if ended is not None or not genuine:
             self._ctx.stats.refused_pulls += 1
             reason = f"the grant is over ({ended})" if ended else "no such grant: it is unknown to this process"
-            self._tell(link, Refuse(request.pull_id, "transfer_id", reason))
+            self._tell(asked.link, Refuse(request.pull_id, "transfer_id", reason))
             return
-        self._early.add(link, request, parts, worker_id)
+        self._early.add(asked)
 
     def on_ack(self, link: Link, ack: Ack) -> None:
         """The receiver is done with a pull, one way or the other."""

@@ -1,19 +1,19 @@
-"""Digests of the blocks that a holder grants: made before anybody asks, found when somebody does. Runs in the loop.
+"""Digests of the blocks that a holder grants: made before anybody asks, found when somebody does.
 
-Hashing happens in the digest thread. Used by `HolderSide` only.
+Hashing happens in the digest thread. Used by `HolderSide`, in the loop, and by `CacheTransceiver.prepare`, anywhere.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from kvcache.block_table import BlockTable
 from transceiver.loop_context import LoopContext
 from transceiver.page_part import PartView
 from transceiver.publication import Publication
 
-__all__ = ["BlockKey", "known_digests", "warm_digests"]
+__all__ = ["BlockKey", "hash_ahead", "known_digests", "warm_digests"]
 
 _log = logging.getLogger(__name__)
 _PART = 16  # blocks hashed in one go, so that a grant that ended stops the rest
@@ -32,8 +32,19 @@ def known_digests(context: LoopContext, keys: list[BlockKey], parts: tuple[PartV
 
 
 def warm_digests(context: LoopContext, tables: Iterable[BlockTable], publication: Publication) -> None:
-    """Hash published blocks before anybody asks; returns at once."""
-    keys = [
+    """Hash published blocks before anybody asks; returns at once. A grant that has ended stops it."""
+    missing = [key for key in _keys(tables) if context.digests.find(*key) is None]
+    for start in range(0, len(missing), _PART):
+        _hash(context, missing[start : start + _PART], lambda: not publication.future.done())
+
+
+def hash_ahead(context: LoopContext, tables: Iterable[BlockTable]) -> None:
+    """Hash committed blocks that nobody has published yet; returns at once. Any thread."""
+    _hash(context, _keys(tables), lambda: True)
+
+
+def _keys(tables: Iterable[BlockTable]) -> list[BlockKey]:
+    return [
         key
         for table in tables
         for key in zip(
@@ -41,18 +52,15 @@ def warm_digests(context: LoopContext, tables: Iterable[BlockTable], publication
             strict=True,
         )
     ]  # fmt: skip
-    missing = [key for key in keys if context.digests.find(*key) is None]
-    for start in range(0, len(missing), _PART):
-        _warm_part(context, publication, missing[start : start + _PART])
 
 
-def _warm_part(context: LoopContext, publication: Publication, keys: list[BlockKey]) -> None:
+def _hash(context: LoopContext, keys: list[BlockKey], wanted: Callable[[], bool]) -> None:
     def work() -> None:
-        if not publication.future.done():
+        if wanted():
             context.digests.compute(keys)
 
     def done(result: BaseException | None) -> None:
         if isinstance(result, BaseException):
-            _log.error("hashing published blocks failed: %r", result)
+            _log.error("hashing blocks ahead of their transfer failed: %r", result)
 
     context.in_background(work, done)

@@ -1,4 +1,4 @@
-"""What the holding side remembers of a receiver: a pull under way."""
+"""What the holding side knows of a receiver: what it asks for, and a pull under way."""
 
 from __future__ import annotations
 
@@ -15,7 +15,17 @@ from transceiver.publication import Publication
 from transceiver.transfer_types import TransferStatus
 from transceiver.transport import Link
 
-__all__ = ["ActivePull", "find_waiting", "request_columns"]
+__all__ = ["ActivePull", "Asked", "find_waiting", "request_columns"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Asked:
+    """A request, and who asks over which link. `parts`: which part of a page the receiver shares, per group."""
+
+    link: Link
+    request: PullRequest
+    parts: tuple[PartView | None, ...]
+    worker_id: str
 
 
 @dataclass(slots=True, eq=False)

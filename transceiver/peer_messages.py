@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from transceiver.errors import WireFormatError
 from transceiver.holder import HolderSide
+from transceiver.holder_pulls import Asked
 from transceiver.loop_context import LoopContext
 from transceiver.messages import (
     Ack,
@@ -52,7 +53,7 @@ class PeerMessages:
         match message:
             case PullRequest():
                 parts = tuple(part.holder if part else None for part in peer.parts)
-                self._holder.on_request(peer.link, message, parts, peer.worker_id)
+                self._holder.on_request(Asked(peer.link, message, parts, peer.worker_id))
             case Ack():
                 self._holder.on_ack(peer.link, message)
             case _:

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
-from collections.abc import Callable, Generator
-from concurrent.futures import Future
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.block_table import BlockTable
+from transceiver.awaits_outcome import AwaitsOutcome
 from transceiver.loop_context import Timer
 from transceiver.transfer_state import TransferState, TransferStateMachine
-from transceiver.transfer_types import GrantTicket, TransferOutcome
+from transceiver.transfer_types import GrantTicket
 
 __all__ = ["Publication"]
 
 
-class Publication:
+class Publication(AwaitsOutcome):
     """Blocks that a peer may pull. The caller keeps their pages in use until `future` resolves.
 
     It pins committed blocks. The pages of a grant that still grows belong to the caller's live sequence and are not
@@ -36,9 +34,8 @@ class Publication:
         request_extend: Callable[[Publication, tuple[BlockTable, ...], bool], None], complete: bool = True,
         receiver: str | None = None,
     ) -> None:  # fmt: skip
+        super().__init__()
         self.ticket = ticket
-        self.future: Future[TransferOutcome] = Future()
-        self.future.set_running_or_notify_cancel()  # a cancelled asyncio wrapper must not cancel it
         self.conversation = conversation
         self.scope = scope
         self.receiver = receiver
@@ -62,10 +59,6 @@ class Publication:
     def state(self) -> TransferState:
         """Where this transfer stands (a snapshot)."""
         return self.machine.state
-
-    def __await__(self) -> Generator[Any, None, TransferOutcome]:
-        """``outcome = await publication``; cancelling the waiting task does not cancel the grant."""
-        return asyncio.wrap_future(self.future).__await__()
 
     def cancel(self) -> bool:
         """Ask to end this grant; any thread. True when it is over now, False when a peer may still be reading.

@@ -6,16 +6,16 @@ then the pages are in quarantine. A block that fails a check is named in the out
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvcache.block_table import BlockTable
 from transceiver.arrival_checks import ArrivalChecks
+from transceiver.awaits_outcome import AwaitsOutcome, unshakable_future
 from transceiver.errors import LinkClosedError
 from transceiver.grant_checks import grant_problem, is_duplicate_grant
 from transceiver.loop_context import LoopContext, Timer
@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 _MAX_RETRIES = 1
 
 
-class Pull:
+class Pull(AwaitsOutcome):
     """Blocks on their way into this side's pages. Made by `CacheTransceiver.pull`.
 
     `future` resolves once with the outcome and never raises for a peer's fault. `settled` resolves when no operation
@@ -47,11 +47,9 @@ class Pull:
         self, context: LoopContext, pull_id: int, ticket: GrantTicket, tables: tuple[BlockTable, ...],
         conversation: bytes, scope: bytes, timeout_s: float, on_settled: Callable[[Pull], None],
     ) -> None:  # fmt: skip
+        super().__init__()
         self.ticket = ticket
-        self.future: Future[TransferOutcome] = Future()
-        self.settled: Future[None] = Future()
-        for future in (self.future, self.settled):  # a cancelled asyncio wrapper must not cancel them
-            future.set_running_or_notify_cancel()
+        self.settled: Future[None] = unshakable_future()
         self.pull_id = pull_id
         self._ctx = context
         self._tables = tables
@@ -87,10 +85,6 @@ class Pull:
         if not self.settled.done():
             self._ctx.post(lambda: self.fail(TransferStatus.CANCELLED, "cancelled by the receiver"))
         return self.settled.done()
-
-    def __await__(self) -> Generator[Any, None, TransferOutcome]:
-        """``outcome = await pull``; cancelling the waiting task does not cancel the transfer."""
-        return asyncio.wrap_future(self.future).__await__()
 
     # --- loop ---------------------------------------------------------------------------------------------------
 

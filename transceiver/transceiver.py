@@ -20,6 +20,7 @@ from transceiver.config import CacheTransceiverConfig
 from transceiver.errors import TransceiverClosedError
 from transceiver.handshake import MIN_SECRET_BYTES
 from transceiver.holder import HolderSide
+from transceiver.holder_digests import hash_ahead
 from transceiver.loop_context import LoopContext
 from transceiver.open_transfers import OpenTransfers
 from transceiver.parallel_layout import RankShare
@@ -168,12 +169,7 @@ class CacheTransceiver:
         """Hash committed blocks now, in the background, so that a later hand-off finds their digests. Never blocks."""
         if not self._ctx.config.verify or self._loop.stopped:
             return
-        rows = [
-            (t.group, int(p), int(g), int(v))
-            for t in tables
-            for p, g, v in zip(t.pages, t.generations, t.valid_tokens, strict=True)
-        ]
-        self._ctx.in_background(lambda: self._ctx.digests.compute(rows), _report)
+        hash_ahead(self._ctx, tables)
 
     # --- reports ------------------------------------------------------------------------------------------------
 
@@ -227,8 +223,3 @@ class CacheTransceiver:
     def _settled(self, pull: Pull) -> None:
         self._loop.peers.detach(pull)
         self._transfers.pull_settled(pull)
-
-
-def _report(result: object) -> None:
-    if isinstance(result, BaseException):
-        _log.error("hashing committed blocks failed: %r", result)
