@@ -12,7 +12,7 @@ from kvcache.layout import KvLayout, LayerGroup, LifeCycleKind
 from kvcache.storage.bytes_storage import BytesPageStorage
 from kvcache.storage.layer_major_storage import LayerMajorStorage
 from tests.unit.transceiver.rig import SCOPE, SECRET, make_layout, make_storage, pair, table
-from tests.unit.transceiver.servers import CONFIG, Model, Server, run
+from tests.unit.transceiver.servers import CONFIG, Model, run
 from transceiver import CacheTransceiver, TransferStatus
 from transceiver.folded_pull import FoldedPull
 from transceiver.page_part import PoolShape, default_shares, part_between
@@ -148,25 +148,6 @@ def test_recurrent_state_is_cut_by_section(forms: tuple[bool, bool]) -> None:
                     )
                 assert FoldedPull(pulls).future.result(9).status is TransferStatus.DONE
                 assert storage.read_page(0).tobytes() == state(gen, rank)
-
-
-def test_one_failed_part_fails_the_whole_and_ends_the_others() -> None:
-    model, ctx, gen = Model(4, 4), P(2), P(1)
-    with ExitStack() as stack:
-        holders = Server(stack, "ctx", model, ctx, filled=True)
-        receivers = Server(stack, "gen", model, gen, filled=False)
-        publications = [
-            rank.publish("t", (table((1, 2)),), conversation_id="c", scope=SCOPE, lease_s=20) for rank in holders.ranks
-        ]
-        holders.storages[1].generations()[1] = 9  # this rank's block changed hands
-        pulls = [
-            receivers.ranks[0].pull(p.ticket, (table((1, 2)),), conversation_id="c", scope=SCOPE, timeout_s=20)
-            for p in publications
-        ]
-        folded = FoldedPull(pulls)
-        outcome = folded.future.result(5)
-        assert (outcome.status, (0, 0) in outcome.bad_ordinals) == (TransferStatus.FAILED, True)
-        assert all(p.future.result(5) is not None for p in publications)
 
 
 def test_staging_buffers_fit_the_pages_of_every_group() -> None:
