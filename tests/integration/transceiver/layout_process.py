@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from tests.integration.transceiver.layout_sides import Side
 from tests.integration.transceiver.layout_values import Model, Request
 from transceiver import CacheTransceiverConfig, GrantTicket, TransferStatus
 from transceiver.parallel_layout import ParallelLayout
 
-__all__ = ["HolderProcess", "Holders", "LocalHolders", "Offer"]
+__all__ = ["HolderProcess", "Holders", "LocalHolders", "Offer", "Remote"]
 
 #: (rank, request, transfer id)
 Offer = tuple[int, Request, str]
@@ -86,60 +86,40 @@ class LocalHolders:
         return set(self.side.settled()), self.side.untouched()
 
 
-def _serve(pipe: Connection, config: dict[str, Any]) -> None:
-    """Body of the process: commands until the pipe closes."""
+def _serve(pipe: Connection, make: Callable[[ExitStack, dict[str, Any]], Any], config: dict[str, Any]) -> None:
+    """Body of the process: calls of methods until the pipe closes."""
     with ExitStack() as stack:
-        holders = LocalHolders(stack, config)
+        served = make(stack, config)
         while True:
             try:
                 command, arguments = pipe.recv()
             except EOFError:
                 return
             try:
-                pipe.send((True, getattr(holders, command)(*arguments)))
+                pipe.send((True, getattr(served, command)(*arguments)))
             except Exception as error:
                 pipe.send((False, repr(error)))
 
 
-class HolderProcess:
-    """In a process of its own. A context manager: leaves none behind."""
+class Remote:
+    """An object in a process of its own; a context manager that leaves no process behind."""
 
-    def __init__(self, config: dict[str, Any]) -> None:
+    def __init__(self, make: Callable[[ExitStack, dict[str, Any]], Any], config: dict[str, Any]) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, config), daemon=True)
+        self._process = context.Process(target=_serve, args=(theirs, make, config), daemon=True)
         self._process.start()
         theirs.close()
 
-    def _ask(self, command: str, *arguments: Any) -> Any:
+    def ask(self, command: str, *arguments: Any) -> Any:
+        """Call a method there; an exception there fails the test here."""
         self._pipe.send((command, arguments))
-        assert self._pipe.poll(_WAIT_S), "the holding process does not answer"
+        assert self._pipe.poll(_WAIT_S), "the other process does not answer"
         done, answer = self._pipe.recv()
-        assert done, f"the holding process failed: {answer}"
+        assert done, f"the other process failed: {answer}"
         return answer
 
-    def start(self, model: Model, server: ParallelLayout, layer_major: bool, pages: int) -> None:
-        self._ask("start", model, server, layer_major, pages)
-
-    def prepare(self, seed: int, offers: Sequence[Offer]) -> list[GrantTicket]:
-        tickets: list[GrantTicket] = self._ask("prepare", seed, offers)
-        return tickets
-
-    def publish(self, offers: Sequence[Offer]) -> list[GrantTicket]:
-        tickets: list[GrantTicket] = self._ask("publish", offers)
-        return tickets
-
-    def go_on(self) -> None:
-        self._ask("go_on")
-
-    def parked(self) -> int:
-        return int(self._ask("parked"))
-
-    def finish(self) -> tuple[set[TransferStatus], bool]:
-        answer: tuple[set[TransferStatus], bool] = self._ask("finish")
-        return answer
-
-    def __enter__(self) -> HolderProcess:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -148,3 +128,31 @@ class HolderProcess:
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
+
+
+class HolderProcess(Remote):
+    """Holders in a process of their own."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(LocalHolders, config)
+
+    def start(self, model: Model, server: ParallelLayout, layer_major: bool, pages: int) -> None:
+        self.ask("start", model, server, layer_major, pages)
+
+    def prepare(self, seed: int, offers: Sequence[Offer]) -> list[GrantTicket]:
+        tickets: list[GrantTicket] = self.ask("prepare", seed, offers)
+        return tickets
+
+    def publish(self, offers: Sequence[Offer]) -> list[GrantTicket]:
+        tickets: list[GrantTicket] = self.ask("publish", offers)
+        return tickets
+
+    def go_on(self) -> None:
+        self.ask("go_on")
+
+    def parked(self) -> int:
+        return int(self.ask("parked"))
+
+    def finish(self) -> tuple[set[TransferStatus], bool]:
+        answer: tuple[set[TransferStatus], bool] = self.ask("finish")
+        return answer
