@@ -117,6 +117,7 @@ class Pull(AwaitsOutcome):
             self.fail(TransferStatus.FAILED, reason)
         finally:
             if not self.future.done():
+                self._machine.end(TransferStatus.FAILED)
                 self.future.set_result(TransferOutcome(TransferStatus.FAILED, reason))
                 self._try_settle()
 

@@ -131,9 +131,25 @@ def test_a_holder_that_breaks_on_a_loss_still_serves(monkeypatch: pytest.MonkeyP
         serves(p)
 
 
-def test_an_outcome_that_cannot_be_written_up_still_resolves(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("cancelled", [False, True])
+@pytest.mark.parametrize(
+    "place", ["receiver.phase_seconds", "receiver.PullData.drop_waiting", "arrival_checks.ArrivalChecks.give_up"]
+)
+def test_an_outcome_that_cannot_be_written_up_still_resolves(
+    place: str, cancelled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pair() as p:
+        if cancelled:  # by the holder: the end comes as a message
+            p.receiver_faults.add(Fault(FaultKind.DELAY, "get", seconds=0.3))
+        publication = p.publish()
         with monkeypatch.context() as patch:
-            patch.setattr("transceiver.receiver.phase_seconds", broken_once(lambda *_: {}))
-            ends_by_our_fault(p.pull(p.publish()))
+            patch.setattr(f"transceiver.{place}", broken_once(lambda *_: {}))
+            pull = p.pull(publication)
+            if cancelled:
+                assert eventually(lambda: p.receiver_faults.fired == 1)
+                publication.cancel()
+            if cancelled or not place.endswith("give_up"):
+                ends_by_our_fault(pull)
+            else:  # nothing is given up
+                assert pull.future.result(2).status is DONE
         serves(p)
