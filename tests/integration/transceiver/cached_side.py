@@ -14,7 +14,15 @@ from kvcache.config import KvCacheConfig
 from kvcache.layout import KvLayout, LayerGroup, LifeCycleKind
 from kvcache.storage.bytes_storage import BytesPageStorage
 from tests.unit.transceiver.rig import SCOPE, SECRET
-from transceiver import CacheTransceiver, CacheTransceiverConfig, GrantTicket, Publication, Pull, TransferStatus
+from transceiver import (
+    CacheTransceiver,
+    CacheTransceiverConfig,
+    GrantTicket,
+    Publication,
+    Pull,
+    TransceiverBackend,
+    TransferStatus,
+)
 from transceiver.testing import FaultInjector
 
 TOKENS_PER_BLOCK = 4
@@ -27,11 +35,11 @@ def prompt_of(number: int, blocks: int = 3) -> NDArray[np.int32]:
     return np.arange(blocks * TOKENS_PER_BLOCK, dtype=np.int32) + 1000 * (number + 1)
 
 
-def block_bytes(tokens: NDArray[np.int32], ordinal: int) -> bytes:
+def block_bytes(tokens: NDArray[np.int32], ordinal: int, nbytes: int) -> bytes:
     """What the page of a block must hold: a function of its tokens."""
     block = tokens[ordinal * TOKENS_PER_BLOCK : (ordinal + 1) * TOKENS_PER_BLOCK]
     seed = int(block[0]) * 7919 + len(block)
-    return np.random.default_rng(seed).bytes(LAYOUT.page_bytes(0))
+    return np.random.default_rng(seed).bytes(nbytes)
 
 
 @dataclass(eq=False)
@@ -44,23 +52,36 @@ class Fetch:
 
 
 class CachedSide:
-    """Publishes and pulls sequences as a worker does; `lock` is the worker's."""
+    """Publishes and pulls sequences as a worker does; `lock` is the worker's.
 
-    def __init__(self, name: str, config: CacheTransceiverConfig) -> None:
+    Its `storage` may be one of any layout with one full group of TOKENS_PER_BLOCK; by default it is PAGES of LAYOUT.
+    """
+
+    def __init__(
+        self, name: str, config: CacheTransceiverConfig, *, storage: BytesPageStorage | None = None,
+        host: str = "127.0.0.1",
+    ) -> None:  # fmt: skip
         self.name = name
         self.config = config
+        self.host = host
         self.lock = threading.Lock()
-        self.storage = BytesPageStorage(LAYOUT, [PAGES])
-        cache_config = KvCacheConfig(tokens_per_block=TOKENS_PER_BLOCK, max_tokens=PAGES * TOKENS_PER_BLOCK)
-        self.manager = KvCacheManager(LAYOUT, cache_config, self.storage)
+        self.storage = storage or BytesPageStorage(LAYOUT, [PAGES])
+        max_tokens = self.storage.num_pages() * TOKENS_PER_BLOCK
+        cache_config = KvCacheConfig(tokens_per_block=TOKENS_PER_BLOCK, max_tokens=max_tokens)
+        self.manager = KvCacheManager(self.storage.layout, cache_config, self.storage)
         self.faults = FaultInjector()
         self.transceiver = self._start(0)
         self._replaced = 0
 
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page."""
+        return self.storage.layout.page_bytes(0)
+
     def _start(self, number: int) -> CacheTransceiver:
         transceiver = CacheTransceiver(
             worker_id=f"{self.name}.{number}", storage=self.storage, config=self.config, secret=SECRET,
-            faults=self.faults,
+            faults=self.faults if self.config.backend is TransceiverBackend.INPROC else None, host=self.host,
         )  # fmt: skip
         transceiver.start()
         return transceiver
@@ -83,7 +104,7 @@ class CachedSide:
             have = cache.num_computed_tokens
             for ordinal, page in enumerate(cache.pages()[: len(tokens) // TOKENS_PER_BLOCK]):
                 if ordinal * TOKENS_PER_BLOCK >= have:
-                    self.storage.page(int(page))[:] = block_bytes(tokens, ordinal)
+                    self.storage.page(int(page))[:] = block_bytes(tokens, ordinal, self.page_bytes)
             cache.append_computed(tokens[have:], end_of_prompt=True)
             pin, table = cache.pin_for_peer(), cache.block_table(0, len(tokens))
             cache.close()
@@ -113,7 +134,8 @@ class CachedSide:
         if outcome.status is TransferStatus.DONE:
             with self.lock:
                 for ordinal, page in enumerate(fetch.cache.pages()[: len(fetch.tokens) // TOKENS_PER_BLOCK]):
-                    assert bytes(self.storage.page(int(page))) == block_bytes(fetch.tokens, ordinal), "wrong bytes"
+                    expected = block_bytes(fetch.tokens, ordinal, self.page_bytes)
+                    assert bytes(self.storage.page(int(page))) == expected, "wrong bytes"
                 fetch.cache.append_computed(fetch.tokens[fetch.cache.num_computed_tokens :], end_of_prompt=True)
         fetch.pull.settled.result(wait_s)
         with self.lock:

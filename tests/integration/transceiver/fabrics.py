@@ -16,11 +16,15 @@ PAGES = 64
 
 @dataclass(frozen=True)
 class Fabric:
-    """A way to move bytes: what `links()` must call it, and the configuration that chooses it."""
+    """A way to move bytes: what `links()` must call it, and the configuration that chooses it.
+
+    `drops_reads`: a read from a process that stands still can be given up.
+    """
 
     transport: str
     module: str
     config: dict[str, Any] = field(default_factory=dict)
+    drops_reads: bool = True
 
     def __str__(self) -> str:
         return self.transport.replace("/", "-")
@@ -29,14 +33,18 @@ class Fabric:
 UCX_SHM = Fabric("ucx/shm", "ucxx", {"ucx_tls": "tcp,cma"})
 UCX_CMA = Fabric("ucx/cma", "ucxx", {"ucx_tls": "tcp,cma", "shared_pools": False})
 UCX_TCP = Fabric("ucx/tcp", "ucxx", {"ucx_tls": "tcp"})
-NIXL = Fabric("nixl/ucx", "nixl", {"backend": "nixl"})
+NIXL = Fabric("nixl/ucx", "nixl", {"backend": "nixl"}, drops_reads=False)
+
+
+def is_installed(fabric: Fabric) -> bool:
+    """The fabric's package is there."""
+    return importlib.util.find_spec(fabric.module) is not None
 
 
 def as_parameter(fabric: Fabric) -> Any:
     """A pytest parameter that is skipped, with a reason, where the fabric's package is not installed."""
-    missing = importlib.util.find_spec(fabric.module) is None
     extra = "the extra nixl (pip install nixl)" if fabric.module == "nixl" else fabric.module
-    skip = pytest.mark.skipif(missing, reason=f"needs {extra}, which is not installed")
+    skip = pytest.mark.skipif(not is_installed(fabric), reason=f"needs {extra}, which is not installed")
     return pytest.param(fabric, id=str(fabric), marks=skip)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -172,7 +172,7 @@ def run_matrix(cells: Iterable[Cell], workers: int = 12) -> list[CellResult]:
         return list(pool.map(run_cell, cells, itertools.count()))
 
 
-def render(results: list[CellResult]) -> str:
+def render(results: list[CellResult], kinds: Sequence[str] = KINDS, steps: Sequence[str] = STEPS) -> str:
     """A table: one line per fault, step and direction, with the receiver's/holder's status before/during/after."""
     by_cell = {result.cell: result for result in results}
     short = {"done": "ok", "failed": "FAIL", "cancelled": "canc", "timed_out": "TIME", "?": "??"}
@@ -182,10 +182,11 @@ def render(results: list[CellResult]) -> str:
             return "-"
         if result.problem:
             return "RED"
-        return "/".join(short[part] for part in result.outcome.split("/")) + ("" if result.fired else " (no step)")
+        ends = "/".join(short.get(part, part) for part in result.outcome.split("/"))
+        return ends if result.fired else f"{ends} (no step)"
 
     lines = [f"{'fault':14} {'step':12} {'direction':9} " + " ".join(f"{when:18}" for when in WHENS)]
-    for kind, step, direction in itertools.product(KINDS, STEPS, DIRECTIONS):
+    for kind, step, direction in itertools.product(kinds, steps, DIRECTIONS):
         row = [by_cell.get(Cell(kind, step, when, direction)) for when in WHENS]
         if any(row):
             lines.append(f"{kind:14} {step:12} {direction:9} " + " ".join(f"{text(result):18}" for result in row))

@@ -4,51 +4,33 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 
 from tests.integration.transceiver.fabrics import NIXL, UCX_TCP, Fabric, as_parameter
+from tests.integration.transceiver.two_hosts import HOSTS, NoNamespacesError, ip, namespace_pair, reason_against
 
 pytestmark = [
     pytest.mark.ucx,
     pytest.mark.timeout(180),
-    pytest.mark.skipif(os.geteuid() != 0, reason="setting up network namespaces needs root"),
-    pytest.mark.skipif(shutil.which("ip") is None, reason="needs the ip command"),
+    pytest.mark.skipif(bool(reason_against()), reason=reason_against() or "-"),
     pytest.mark.parametrize("fabric", [as_parameter(UCX_TCP), as_parameter(NIXL)]),
 ]
 MODULE = "tests.integration.transceiver.namespace_peer"
-HOSTS = ("10.213.77.1", "10.213.77.2")
-
-
-def ip(*arguments: str) -> None:
-    subprocess.run(("ip", *arguments), check=True, capture_output=True, timeout=20)
 
 
 @pytest.fixture
 def namespaces() -> Iterator[tuple[str, str]]:
-    names = tuple(f"kvf{os.getpid() % 10000}{side}" for side in "ab")
-    try:
-        for name in names:
-            ip("netns", "add", name)
-    except (subprocess.CalledProcessError, OSError) as error:
-        pytest.skip(f"this machine does not allow network namespaces: {error}")
-    try:
+    with ExitStack() as stack:
         try:
-            ip("link", "add", names[0], "netns", names[0], "type", "veth", "peer", "name", names[1], "netns", names[1])
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"no veth pair: {error.stderr.decode(errors='replace').strip()}")
-        for name, host in zip(names, HOSTS, strict=True):
-            ip("-n", name, "addr", "add", f"{host}/24", "dev", name)
-            ip("-n", name, "link", "set", name, "mtu", "9000", "up")
-            ip("-n", name, "link", "set", "lo", "up")
-        yield names[0], names[1]
-    finally:
-        for name in names:
-            subprocess.run(("ip", "netns", "del", name), capture_output=True, timeout=20, check=False)
+            names = stack.enter_context(namespace_pair())
+        except NoNamespacesError as error:
+            pytest.skip(str(error))
+        yield names
 
 
 def start(fabric: Fabric, namespace: str, *arguments: str) -> subprocess.Popen[str]:

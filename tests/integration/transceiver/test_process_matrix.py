@@ -1,0 +1,72 @@
+"""The fault matrix between real processes: a part of it always, all of it among the slow tests."""
+
+from __future__ import annotations
+
+import os
+from multiprocessing import resource_tracker
+from pathlib import Path
+
+import pytest
+
+from tests.integration.transceiver.fabrics import FABRICS, NIXL, UCX_TCP, Fabric, as_parameter
+from tests.integration.transceiver.fault_matrix import Cell
+from tests.integration.transceiver.process_matrix import all_cells, cut_cells, run_matrix, table
+from tests.integration.transceiver.two_hosts import NoNamespacesError, namespace_pair, reason_against
+
+#: Cells of the part: every kind, step, moment and direction is there, and each kind more than once.
+PART = [cell for number, cell in enumerate(all_cells()) if number % 17 == 3]
+
+pytestmark = pytest.mark.ucx
+
+
+def left_behind() -> set[str]:
+    """Children of this process (not the one that multiprocessing keeps), and shared memory that has a name."""
+    resource_tracker.ensure_running()
+    kept = str(resource_tracker._resource_tracker._pid)  # type: ignore[attr-defined]
+    tasks = Path(f"/proc/{os.getpid()}/task").glob("*/children")
+    children = {pid for task in tasks for pid in task.read_text().split()} - {kept}
+    return children | set(os.listdir("/dev/shm"))
+
+
+def check(fabric: Fabric, cells: list[Cell], hosts: int = 1) -> None:
+    before = left_behind()
+    results = run_matrix(fabric, cells, hosts=hosts)
+    print(text := table(results))
+    assert len(results) == len(cells)
+    assert left_behind() <= before
+    red = [result for result in results if result.problem]
+    if red and fabric is UCX_TCP and all(" is gone" in result.problem for result in red):
+        pytest.xfail(f"UCX aborts a process that is asked to read for an endpoint that has failed: {len(red)} cells")
+    assert not red, text
+
+
+def test_the_part_has_everything() -> None:
+    for field in ("kind", "step", "when", "direction"):
+        assert {getattr(cell, field) for cell in PART} == {getattr(cell, field) for cell in all_cells()}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("fabric", FABRICS)
+def test_a_part_of_the_matrix(fabric: Fabric) -> None:
+    check(fabric, PART)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("fabric", FABRICS)
+def test_the_whole_matrix(fabric: Fabric) -> None:
+    check(fabric, all_cells())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(bool(reason_against()), reason=reason_against() or "-")
+@pytest.mark.parametrize("fabric", [as_parameter(UCX_TCP), as_parameter(NIXL)])
+def test_a_cable_that_is_cut_at_any_step(fabric: Fabric) -> None:
+    """Between two network namespaces: nobody is told, and each side ends by its own deadline."""
+    try:
+        with namespace_pair("try"):
+            pass
+    except NoNamespacesError as error:
+        pytest.skip(str(error))
+    check(fabric, cut_cells(), hosts=2)
