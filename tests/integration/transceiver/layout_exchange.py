@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
-from tests.integration.transceiver.fabrics import FABRICS, Fabric, as_parameter
+from tests.integration.transceiver.fabrics import FABRICS, UCX_CMA, UCX_TCP, Fabric, as_parameter
 from tests.integration.transceiver.layout_process import HolderProcess, Holders, LocalHolders
 from tests.integration.transceiver.layout_sides import Side, sources_by_rank
 from tests.integration.transceiver.layout_values import Model, Request
@@ -17,13 +17,26 @@ from tests.unit.transceiver.rig import eventually
 from transceiver import CacheTransceiverConfig, TransferStatus
 from transceiver.parallel_layout import ParallelLayout
 
-__all__ = ["ALL_FABRICS", "EVERYTHING", "INPROC", "Exchange", "Processes", "exchange", "requests_of"]
+__all__ = [
+    "ALL_FABRICS",
+    "EVERYTHING",
+    "FEW_FABRICS",
+    "INPROC",
+    "SOME_FABRICS",
+    "Exchange",
+    "Processes",
+    "exchange",
+    "requests_of",
+]
 
 #: Every layout with every length, form and fabric: minutes, not part of the suite.
 EVERYTHING = bool(os.environ.get("KVFERRY_ALL_FABRICS"))
 INPROC = Fabric("inproc", "numpy", {"backend": "inproc"})
 #: pytest parameters: inside one process, and every way between two.
 ALL_FABRICS = [as_parameter(INPROC), *FABRICS]
+#: Of these the suite takes, where a case is about lengths or groups: inproc, cma and TCP, or the first two.
+SOME_FABRICS = ALL_FABRICS if EVERYTHING else [as_parameter(fabric) for fabric in (INPROC, UCX_CMA, UCX_TCP)]
+FEW_FABRICS = ALL_FABRICS if EVERYTHING else SOME_FABRICS[:2]
 _seeds = count(1)
 _numbers = count(1)
 

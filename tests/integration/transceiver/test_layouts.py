@@ -27,7 +27,7 @@ LAYOUT_FABRICS = FABRICS if EVERYTHING else FABRICS[:1]
 #: In the suite every kind of attention in one transfer; with KVFERRY_ALL_FABRICS=1 each combination apart, too.
 ATTENTION = [(None, 24, 256), *(WINDOWS.values() if EVERYTHING else ())]
 TOGETHER = (30, 60, 80)  # tokens of the requests that are handed over at once
-FORM_CASES = [(P(1), P(1)), (P(2), P(1)), (P(1), P(2)), (P(1, 2), P(2)), (P(4, 2), P(2, 4))]
+FORM_CASES = [(P(1), P(1)), (P(2), P(1)), (P(1, 2), P(2)), (P(4, 2), P(2, 4))]
 
 pytestmark = [pytest.mark.ucx, pytest.mark.slow, pytest.mark.timeout(300)]
 
