@@ -249,7 +249,7 @@ class PeerTable:
         self._ctx.after(_LINGER_S, peer.link.close)
 
     def _close(self, peer: Peer, reason: str) -> None:
-        peer.link.close()
+        self._ctx.guarded(peer.link.close)
         self._forget(peer, reason)
 
     def _forget(self, peer: Peer, reason: str) -> None:

@@ -120,6 +120,18 @@ def test_a_link_that_cannot_be_taken_in_costs_the_others_nothing(monkeypatch: py
         serves(p)
 
 
+def test_a_link_that_cannot_be_closed_keeps_no_pull(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pair(connect_timeout_ms=100) as p:
+        p.receiver_faults.add(Fault(FaultKind.DROP, "Hello"))
+        with monkeypatch.context() as patch:
+            patch.setattr(InprocLink, "close", broken_once(InprocLink.close))
+            pull = p.pull(p.publish())
+            outcome = pull.future.result(2)
+            assert (outcome.status, "no handshake within" in outcome.reason) == (FAILED, True)
+            pull.settled.result(2)
+        serves(p)
+
+
 def test_a_holder_that_breaks_on_a_loss_still_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     with pair() as p:
         assert p.pull(p.publish("warm")).future.result(5).status is DONE
