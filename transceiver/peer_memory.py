@@ -31,8 +31,8 @@ _memcpy.restype = ctypes.c_void_p
 class PeerMemory:
     """The first `nbytes` of a memory file of the process with this identity, readable at `address` and as `view`.
 
-    Any thread. The mapping goes with the last reference. Raises OSError when the kernel does not let us, the process is gone, or
-    the file is not one whose size is sealed (a file that shrinks would end this process with SIGBUS).
+    Any thread. The mapping goes with the last reference. Raises OSError when the kernel does not let us, the process is
+    gone, or the file is not one whose size is sealed (a file that shrinks would end this process with SIGBUS).
     """
 
     __slots__ = ("address", "nbytes", "view")

@@ -71,7 +71,7 @@ def check_ptrace(setting: Path = Path("/proc/sys/kernel/yama/ptrace_scope")) -> 
         yield Finding(
             "cma",
             Verdict.OK,
-            f"refused (ptrace_scope {scope}): pools must be shared (cache_transceiver_config.shared_pools, the default)",
+            f"refused (ptrace_scope {scope}): pools must be shared (shared_pools: true, the default)",
         )
 
 
