@@ -11,9 +11,9 @@ from multiprocessing import forkserver
 from typing import Any
 
 from tests.integration.transceiver import real_faults
-from tests.integration.transceiver.fault_side import WAIT_S, serve
+from tests.integration.transceiver.fault_side import NEVER, WAIT_S, serve
 
-__all__ = ["FaultPeer", "start_fork_server", "stop_fork_server"]
+__all__ = ["NEVER", "FaultPeer", "start_fork_server", "stop_fork_server"]
 
 
 def start_fork_server() -> None:
@@ -72,12 +72,12 @@ class FaultPeer:
         """Wait until the process has ended; returns when (`time.monotonic`). Raises AssertionError."""
         poller = select.poll()
         poller.register(self._pidfd, select.POLLIN)
-        assert poller.poll(wait_s * 1000), f"the fault never happened: {self.options['name']} lives"
+        assert poller.poll(wait_s * 1000), f"{NEVER}: {self.options['name']} lives"
         return time.monotonic()
 
     def wait_stopped(self, wait_s: float) -> None:
         """Wait until every thread stands still."""
-        real_faults.wait_until(lambda: real_faults.has_stopped(self.pid), "the fault never happened", wait_s)
+        real_faults.wait_until(lambda: real_faults.has_stopped(self.pid), NEVER, wait_s)
 
     def wake(self) -> None:
         os.kill(self.pid, signal.SIGCONT)

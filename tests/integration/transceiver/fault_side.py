@@ -25,11 +25,12 @@ from tests.integration.transceiver.step_hook import StepHook, Trap
 from tests.unit.transceiver.rig import eventually
 from transceiver import CacheTransceiverConfig, GrantTicket, Publication, TransferStatus
 
-__all__ = ["WAIT_S", "FaultSide", "serve"]
+__all__ = ["NEVER", "WAIT_S", "FaultSide", "serve"]
 
 LAYOUT = KvLayout("fault-model", TOKENS_PER_BLOCK, (LayerGroup(LifeCycleKind.FULL, (0, 1), 1, 2048),))
 PAGES = 32
 WAIT_S = 30.0
+NEVER = "the fault never happened"
 #: How many more of each are no leak: sockets that UCX has yet to close, threads that stay (digests, copies).
 SPARE = {"descriptors": 12, "mappings of shared memory": 0, "threads": 3}
 _CLONE_NEWNET = 0x40000000
@@ -122,7 +123,7 @@ class FaultSide:
 
     def happened(self) -> None:
         """Wait until every armed fault has happened: the transfer may have ended a moment before it."""
-        assert eventually(lambda: all(trap.done for trap in self.hook.traps)), "the fault never happened"
+        assert eventually(lambda: all(trap.done for trap in self.hook.traps)), NEVER
 
     def offer(self, name: str, tokens: np.ndarray[Any, Any], lease_s: float, receiver: str) -> GrantTicket:
         grant = self.side.offer(name, tokens, lease_s, receiver)

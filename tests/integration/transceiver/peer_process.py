@@ -31,7 +31,9 @@ def serve(pipe: Connection, options: dict[str, Any]) -> None:
 
 def _serve(pipe: Connection, options: dict[str, Any]) -> None:
     if options["uid"] is not None:
-        import ucxx._lib.libucxx  # noqa: F401 (before the files may be out of reach)
+        import encodings.idna  # noqa: F401
+
+        import ucxx._lib.libucxx  # noqa: F401 (both before the files may be out of reach)
 
         os.setresuid(*[options["uid"]] * 3)
     config = CacheTransceiverConfig(**options["config"])
