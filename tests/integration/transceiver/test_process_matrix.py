@@ -8,13 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.transceiver.fabrics import FABRICS, NIXL, UCX_TCP, Fabric, as_parameter
+from tests.integration.transceiver.fabrics import UCX_CMA, UCX_SHM, UCX_TCP, Fabric, as_parameter
 from tests.integration.transceiver.fault_matrix import Cell
 from tests.integration.transceiver.process_matrix import all_cells, cut_cells, run_matrix, table
 from tests.integration.transceiver.two_hosts import NoNamespacesError, namespace_pair, reason_against
 
 #: Cells of the part: every kind, step, moment and direction is there, and each kind more than once.
 PART = [cell for number, cell in enumerate(all_cells()) if number % 17 == 3]
+
+#: Not NIXL: what it does not survive is in docs/transceiver.md, and the module prints it where NIXL is installed.
+FABRICS = [as_parameter(fabric) for fabric in (UCX_SHM, UCX_CMA, UCX_TCP)]
 
 pytestmark = pytest.mark.ucx
 
@@ -61,7 +64,7 @@ def test_the_whole_matrix(fabric: Fabric) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(bool(reason_against()), reason=reason_against() or "-")
-@pytest.mark.parametrize("fabric", [as_parameter(UCX_TCP), as_parameter(NIXL)])
+@pytest.mark.parametrize("fabric", [as_parameter(UCX_TCP)])
 def test_a_cable_that_is_cut_at_any_step(fabric: Fabric) -> None:
     """Between two network namespaces: nobody is told, and each side ends by its own deadline."""
     try:
