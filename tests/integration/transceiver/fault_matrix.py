@@ -28,6 +28,7 @@ KINDS = (
 WHENS = ("before", "during", "after")
 DIRECTIONS = ("ctx->gen", "gen->ctx")
 TIMEOUT_S = 0.8
+_TRIES = 3
 DEADLINE_S = 15.0  # generous: a cell may share two cores with a dozen others
 CONFIG = CacheTransceiverConfig(
     backend=TransceiverBackend.INPROC, connect_timeout_ms=700, drain_timeout_ms=150, early_request_ttl_ms=300
@@ -61,6 +62,15 @@ def all_cells() -> list[Cell]:
 
 
 def run_cell(cell: Cell, number: int) -> CellResult:
+    """One cell; set up anew, a few times, as long as a busy machine ends the transfer before the fault's step."""
+    for _ in range(_TRIES):
+        result = _run_once(cell, number)
+        if result.fired or result.problem or cell.kind == "kill receiver":
+            break
+    return result
+
+
+def _run_once(cell: Cell, number: int) -> CellResult:
     """Set up two sides, let the fault happen, and look at everything."""
     ctx, gen = (CachedSide(f"{side}-{number}-{time.monotonic_ns()}", CONFIG) for side in ("ctx", "gen"))
     holder, receiver = (ctx, gen) if cell.direction == "ctx->gen" else (gen, ctx)
@@ -84,10 +94,7 @@ def _play(cell: Cell, holder: CachedSide, receiver: CachedSide) -> tuple[str, in
     if cell.step == "Digests":  # otherwise they are ready in time and travel with the grant
         holder.transceiver._ctx.digests.find = lambda *_: None  # type: ignore[method-assign]
     if cell.when != "before":
-        statuses.append(
-            _transfer(holder, receiver, next(numbers), timeout_s=10.0)
-        )  # a warm link, and something that is over
-        assert statuses[0] == "done/done"
+        statuses.append(_warm(holder, receiver, next(numbers)))  # a warm link, and something that is over
     if cell.when != "before" and cell.step in ("Hello", "Challenge", "Proof", "Welcome"):
         _cut_all(receiver)  # the handshake comes again only after a loss
     killed = _arm(cell, sender, other)
@@ -114,6 +121,14 @@ def _play(cell: Cell, holder: CachedSide, receiver: CachedSide) -> tuple[str, in
         "not at rest after the next transfer"
     )
     return statuses[-1], fired
+
+
+def _warm(holder: CachedSide, receiver: CachedSide, number: int) -> str:
+    """A transfer before the fault; again where a busy machine takes longer for the handshake than is allowed here."""
+    deadline = time.monotonic() + DEADLINE_S
+    while (status := _transfer(holder, receiver, number, timeout_s=5.0)) != "done/done":
+        assert time.monotonic() < deadline, f"no transfer works before the fault: {status}"
+    return status
 
 
 def _arm(cell: Cell, sender: CachedSide, other: CachedSide) -> CachedSide | None:
