@@ -59,7 +59,7 @@ def test_boundary_lengths(
 
 #: Every layout with every length, window, number of layers and fabric, if asked for.
 EVERY_CASE = [
-    (fabric.values[0], kind, ctx, gen, windows, layers)
+    pytest.param(fabric.values[0], kind, ctx, gen, windows, layers, marks=fabric.marks)
     for fabric in ALL_FABRICS
     for kind, ctx, gen in (*LAYOUTS, *UNEVEN)
     for windows in (*WINDOWS.values(), (None, 24, 256))
