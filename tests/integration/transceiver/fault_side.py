@@ -33,7 +33,8 @@ WAIT_S = 30.0
 NEVER = "the fault never happened"
 #: How many more of each are no leak: sockets that UCX has yet to close, threads that stay (digests, copies).
 SPARE = {"descriptors": 12, "mappings of shared memory": 0, "threads": 3}
-_CLONE_NEWNET = 0x40000000
+_CLONE_NEWNET, _CLONE_NEWNS = 0x40000000, 0x00020000
+_MS_SLAVE, _MS_REC, _MNT_DETACH = 1 << 19, 1 << 14, 2
 
 
 class FaultSide:
@@ -199,6 +200,13 @@ def _enter(namespace: str) -> None:
     with open(f"/run/netns/{namespace}") as file:
         if libc.setns(file.fileno(), _CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), f"cannot enter the namespace {namespace}")
+    # UCX finds its interfaces in /sys, which shows those of the namespace that mounted it (as `ip netns exec` does).
+    steps = (
+        libc.unshare(_CLONE_NEWNS), libc.mount(b"", b"/", None, _MS_SLAVE | _MS_REC, None),
+        libc.umount2(b"/sys", _MNT_DETACH), libc.mount(namespace.encode(), b"/sys", b"sysfs", 0, None),
+    )  # fmt: skip
+    if any(steps):
+        raise OSError(ctypes.get_errno(), "cannot mount /sys anew")
 
 
 def serve(pipe: Connection, options: dict[str, Any]) -> None:
