@@ -8,6 +8,7 @@ identity the handshake has brought. Where the kernel refuses, the caller goes on
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import os
 import struct
@@ -36,11 +37,16 @@ def _start_time(pid: int) -> int:
 def process_identity() -> bytes:
     """What a peer needs to know to reach this process on the same host; empty where /proc is not there."""
     try:
-        boot = bytes.fromhex(Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", ""))
-        namespace = os.stat("/proc/self/ns/pid").st_ino
-        return struct.pack(_FORMAT, boot, namespace, os.getpid(), _start_time(os.getpid()))
+        return _identity_of(os.getpid())
     except (OSError, ValueError, IndexError):
         return b""
+
+
+@functools.lru_cache(maxsize=1)  # found out once, while there are descriptors for it
+def _identity_of(own_pid: int) -> bytes:
+    boot = bytes.fromhex(Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", ""))
+    namespace = os.stat("/proc/self/ns/pid").st_ino
+    return struct.pack(_FORMAT, boot, namespace, own_pid, _start_time(own_pid))
 
 
 def has_ended(identity: bytes) -> bool:
@@ -61,7 +67,10 @@ def has_ended(identity: bytes) -> bool:
 
 
 def same_host_pid(identity: bytes) -> int | None:
-    """The peer's pid when it runs on this host, in this pid namespace, and is still the same process."""
+    """The peer's pid when it runs on this host, in this pid namespace, and is still the same process.
+
+    Raises OSError where that cannot be found out (no descriptor left).
+    """
     own = process_identity()
     if len(identity) != struct.calcsize(_FORMAT) or not own:
         return None
@@ -70,14 +79,12 @@ def same_host_pid(identity: bytes) -> int | None:
         return None
     try:
         return pid if _start_time(pid) == started else None
-    except (OSError, ValueError, IndexError):
+    except (FileNotFoundError, ProcessLookupError, PermissionError, ValueError, IndexError):
         return None
 
 
 class CmaReader:
     """Reads from one process. Holds no resource; any thread."""
-
-    least_shared_read = 0  # one call for a whole piece, without the interpreter's lock
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -102,8 +109,8 @@ class CmaReader:
         """See `HostReader`; remote addresses are the process's own."""
         return CmaPlan(local, remote, nbytes, piece_bytes, cut=cut)
 
-    def copy(self, plan: CopyPlan, piece: int) -> None:
-        """Copy one piece of a `CmaPlan`. Blocks; raises as `read`."""
+    def copy(self, plan: CopyPlan, piece: int, *, helper: bool = False) -> None:
+        """Copy one piece of a `CmaPlan`, in any thread alike. Blocks; raises as `read`."""
         assert isinstance(plan, CmaPlan)
         ours, num_ours, theirs, num_theirs, wanted = plan.call(piece)
         done = self._call(ours, num_ours, theirs, num_theirs)

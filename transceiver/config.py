@@ -61,8 +61,7 @@ class CacheTransceiverConfig(BaseModel):
     """Batches of reads under way per transfer."""
     shared_pools: bool = True
     """Host pools lie in shared memory, and those of peers on the same host are mapped and copied from (`ucx/shm`):
-    about twice as fast as `ucx/cma`, and allowed where the kernel refuses that. Off: private memory. Needs `cma` in
-    `ucx_tls`."""
+    faster than `ucx/cma`, and allowed where Yama forbids that. Off: private memory. Needs `cma` in `ucx_tls`."""
     copy_threads: Annotated[int, Field(ge=1, le=16)] = 2
     """Threads that copy from processes of the same host (`ucx/shm`, `ucx/cma`), the transceiver's own one included."""
     max_publications: PositiveInt = 4096

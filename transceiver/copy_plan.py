@@ -47,11 +47,6 @@ class CopyPlan:
 class HostReader(Protocol):
     """What copies from a peer's host memory; any thread."""
 
-    @property
-    def least_shared_read(self) -> int:
-        """Reads of at least this size (bytes, on average) are worth a second thread."""
-        ...
-
     def plan(
         self, local: NDArray[np.uint64], remote: NDArray[np.uint64], nbytes: NDArray[np.uint64], piece_bytes: int,
         *, cut: bool,
@@ -59,8 +54,8 @@ class HostReader(Protocol):
         """A plan that `copy` takes; `remote` holds addresses in the peer as this reader sees it."""
         ...
 
-    def copy(self, plan: CopyPlan, piece: int) -> None:
-        """Copy one piece. Blocks for it. Raises OSError."""
+    def copy(self, plan: CopyPlan, piece: int, *, helper: bool) -> None:
+        """Copy one piece; `helper`: not in the loop's thread. Blocks for it. Raises OSError."""
         ...
 
 

@@ -44,7 +44,6 @@ class HostCopy:
         "owner",
         "pieces",
         "running",
-        "shareable",
     )
 
     def __init__(self, reader: HostReader, batch: ReadBatch, base: int, token: object, owner: object) -> None:
@@ -63,17 +62,16 @@ class HostCopy:
         self._whole = self._token is not None and not self._token.by_element
         self.pieces = 1 if self._whole else self._plan.pieces
         self.nbytes = int(batch.nbytes.sum())
-        self.shareable = self.nbytes >= reader.least_shared_read * len(batch)
 
     @property
     def finished(self) -> bool:
         """No piece is left, none is under way."""
         return not self.running and self.next >= self.pieces
 
-    def copy(self, piece: int) -> None:
+    def copy(self, piece: int, *, helper: bool) -> None:
         """Copy one piece; blocks for it. Raises OSError, and what the token's work raises."""
         for number in range(self._plan.pieces) if self._whole else (piece,):
-            self._reader.copy(self._plan, number)
+            self._reader.copy(self._plan, number, helper=helper)
         if self._token is not None:
             cuts = self._plan.cuts
             self._token.landed(*((cuts[0], cuts[-1]) if self._whole else (cuts[piece], cuts[piece + 1])))
@@ -98,8 +96,7 @@ class HostCopies:
         """Take a batch on. Its end comes from `take`."""
         with self._lock:
             self._open.append(copy)
-        enough = copy.shareable and (copy.nbytes >= _WAKE_BYTES or len(self._open) > 1)
-        if enough and self._calls.qsize() < self._helpers:
+        if (copy.nbytes >= _WAKE_BYTES or len(self._open) > 1) and self._calls.qsize() < self._helpers:
             if len(self._threads) < self._helpers:
                 self._start_helper()
             self._calls.put(True)
@@ -161,7 +158,7 @@ class HostCopies:
                 self._open.popleft()
         error = None
         try:
-            copy.copy(piece)
+            copy.copy(piece, helper=not here)
         except OSError as failure:
             error = f"reading the peer's memory: {failure}"
         except Exception as failure:  # the token's own work; the transfer fails, not this thread

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -64,7 +64,7 @@ class InprocLink:
     def trust(self) -> None:
         """Nothing to do: messages are handed over, not read from a stream."""
 
-    def on_peer_process(self, identity: bytes, probe: RegionInfo, *, shared: bool) -> bool:
+    def on_peer_process(self, identity: bytes, regions: Collection[RegionInfo]) -> bool:
         """Nothing to learn: the peer is in this process."""
         return True
 

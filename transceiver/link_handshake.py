@@ -95,8 +95,7 @@ class LinkHandshake:
                 layout = check_layout(self._own, message.layout)
                 peer.parts, peer.pools = parts_between(layout, self._own), layout.pools
                 peer.infos = check_regions(layout, message.regions)
-                probe, shared = peer.infos[1, 0], peer.pools_are_shared
-                if not peer.link.on_peer_process(message.identity, probe, shared=shared):
+                if not peer.link.on_peer_process(message.identity, peer.infos.values()):
                     return HandshakeStep.OTHER_WAY
                 peer.become_ready()
                 return HandshakeStep.READY

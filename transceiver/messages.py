@@ -60,7 +60,8 @@ class Proof:
 class RegionInfo:
     """A registered pool: `kind` 0 pages, 1 generation numbers, 2 staging; `key` is the transport's.
 
-    `file` is 1 + the number of the holder's open memory file that begins with this region (0: there is none).
+    `file` is 1 + the number of the holder's open memory file that begins with this region (0: there is none), `inode`
+    that file's identity.
     """
 
     kind: int
@@ -70,6 +71,7 @@ class RegionInfo:
     page_bytes: int
     key: bytes
     file: int = 0
+    inode: int = 0
 
 
 @dataclass(frozen=True, slots=True)

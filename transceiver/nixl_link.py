@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -106,7 +107,7 @@ class NixlLink:
     def trust(self) -> None:
         self.control.trust()
 
-    def on_peer_process(self, identity: bytes, probe: RegionInfo, *, shared: bool) -> bool:
+    def on_peer_process(self, identity: bytes, regions: Collection[RegionInfo]) -> bool:
         return True
 
     def close(self) -> None:

@@ -93,11 +93,6 @@ class Peer:
         """The peer's generation numbers, readable."""
         return self._region(1, group)
 
-    @property
-    def pools_are_shared(self) -> bool:
-        """Every pool of the peer lies in a memory file that processes of its host may map."""
-        return all(info.file for (kind, _), info in self.infos.items() if kind == 0)
-
     def _region(self, kind: int, group: int) -> RemoteRegion:
         region = self.regions.get((kind, group))
         if region is None:

@@ -1,9 +1,8 @@
-"""A peer's pool in shared memory, mapped into this process: reads of it are plain copies, no kernel call moves a byte.
+"""A peer's pool in shared memory, mapped into this process: reads of it are plain copies, the kernel moves no byte.
 
 Used by `transceiver.ucx` only, for regions whose holder says in which of its memory files they lie, and only between
-processes of one host and pid namespace. A copy from a mapping is about twice as fast as `process_vm_readv`, which looks
-up every 4 KiB of the peer's memory, and it is allowed where Yama or another user's limits forbid that call
-(opening ``/proc/PID/fd/N`` needs less: ptrace(2), PTRACE_MODE_READ). The mapping stays valid when the peer dies.
+processes of one host and pid namespace. It is allowed where Yama forbids `process_vm_readv` between processes of one
+user: opening ``/proc/PID/fd/N`` needs less (ptrace(2), PTRACE_MODE_READ). The mapping stays valid when the peer dies.
 """
 
 from __future__ import annotations
@@ -11,62 +10,121 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
-import mmap
 import os
-from contextlib import suppress
+import weakref
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from transceiver.cma import same_host_pid
+from transceiver.cma import CmaPlan, CmaReader, same_host_pid
 from transceiver.copy_plan import CopyPlan
 
 __all__ = ["PeerMemory"]
 
-_memcpy = ctypes.CDLL(None).memcpy  # called without the interpreter's lock
-_memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
-_memcpy.restype = ctypes.c_void_p
+_O_PATH = getattr(os, "O_PATH", 0)
+_PROT_READ, _MAP_SHARED, _MAP_FAILED = 1, 1, ctypes.c_void_p(-1).value
+_MADV_DONTFORK, _MADV_DONTDUMP = 10, 16
+#: Reads of less than this on average (bytes) are copied without giving up the interpreter's lock between them. With
+#: it, a busy thread of this process (an engine loop) would take 5 ms for itself after every one.
+_LARGE_READ = 256 << 10
+
+
+def _functions(library: ctypes.CDLL) -> Any:
+    address, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    library.memcpy.argtypes, library.memcpy.restype = [address, address, size], address
+    library.mmap.argtypes, library.mmap.restype = [address, size, number, number, number, ctypes.c_long], address
+    library.munmap.argtypes = [address, size]
+    library.madvise.argtypes = [address, size, number]
+    return library
+
+
+_libc = _functions(ctypes.CDLL(None, use_errno=True))  # its calls run without the interpreter's lock
+_memcpy_locked = _functions(ctypes.PyDLL(None)).memcpy  # and this one with it
+
+
+class _Mapping:
+    """Mapped bytes that are unmapped with the last array over them. No descriptor stays open, no fork inherits them."""
+
+    def __init__(self, file: int, nbytes: int) -> None:
+        address = _libc.mmap(None, nbytes, _PROT_READ, _MAP_SHARED, file, 0)
+        if address == _MAP_FAILED:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
+        weakref.finalize(self, _libc.munmap, address, nbytes).atexit = False
+        for advice in (_MADV_DONTFORK, _MADV_DONTDUMP):  # another process's memory has no place in a core dump
+            _libc.madvise(address, nbytes, advice)
+        self.__array_interface__ = {"data": (address, True), "shape": (nbytes,), "typestr": "|u1", "version": 3}
 
 
 class PeerMemory:
     """The first `nbytes` of a memory file of the process with this identity, readable at `address` and as `view`.
 
-    Any thread. The mapping goes with the last reference. Raises OSError when the kernel does not let us, the process is
-    gone, or the file is not one whose size is sealed (a file that shrinks would end this process with SIGBUS).
+    Any thread. The mapping goes with the last reference to this and to arrays over `view`. Raises OSError when the
+    kernel does not let us, the process is gone, or the descriptor is not (or no longer) kvferry's pool with that inode,
+    of sealed size (a file that shrinks would end this process with SIGBUS). Never blocks on whatever a peer names.
     """
 
-    __slots__ = ("address", "nbytes", "view")
-    least_shared_read = 32 << 10  # below, two threads would wait for each other's turn at the interpreter's lock
+    __slots__ = ("_own", "address", "nbytes", "view")
 
-    def __init__(self, identity: bytes, fd: int, nbytes: int) -> None:
-        pid = same_host_pid(identity)
-        if pid is None:
-            raise ProcessLookupError(errno.ESRCH, "not a living process of this host and pid namespace")
-        file = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    def __init__(self, identity: bytes, fd: int, inode: int, nbytes: int) -> None:
+        if nbytes <= 0:
+            raise OSError(errno.EINVAL, "an empty region")
+        file = _open_pool(identity, fd, inode, nbytes)
         try:
-            if same_host_pid(identity) != pid:
-                raise ProcessLookupError(errno.ESRCH, "the process has ended")
-            if not fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-                raise OSError(errno.EINVAL, "not a memory file of fixed size")
-            if os.fstat(file).st_size < nbytes:
-                raise OSError(errno.EINVAL, "the memory file is smaller than the region")
-            mapping = mmap.mmap(file, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+            self.view: NDArray[np.uint8] = np.asarray(_Mapping(file, nbytes))
         finally:
             os.close(file)
-        with suppress(OSError, AttributeError):
-            mapping.madvise(mmap.MADV_DONTDUMP)  # another process's memory has no place in our core dump
-        self.view: NDArray[np.uint8] = np.frombuffer(mapping, np.uint8)
         self.address: int = self.view.ctypes.data
         self.nbytes = nbytes
+        self._own = CmaReader(os.getpid())
 
     def plan(
         self, local: NDArray[np.uint64], remote: NDArray[np.uint64], nbytes: NDArray[np.uint64], piece_bytes: int,
         *, cut: bool,
     ) -> CopyPlan:  # fmt: skip
         """See `HostReader`; remote addresses are those of the mapping."""
-        return CopyPlan(local, remote, nbytes, piece_bytes, cut=cut)
+        small = int(nbytes.sum()) < _LARGE_READ * len(nbytes)
+        return (CmaPlan if small else CopyPlan)(local, remote, nbytes, piece_bytes, cut=cut)
 
-    def copy(self, plan: CopyPlan, piece: int) -> None:
-        """Copy one piece of a plan whose remote addresses lie in this mapping. Blocks for the copy."""
+    def copy(self, plan: CopyPlan, piece: int, *, helper: bool) -> None:
+        """Copy one piece of a plan whose remote addresses lie in this mapping. Blocks for the copy.
+
+        Large reads are copied without the interpreter's lock. Of small ones the loop copies with it, and a helper
+        gives it up once, for one kernel call on this process's own memory (slower by half, but beside the loop).
+        """
+        if not isinstance(plan, CmaPlan):
+            memcpy = _libc.memcpy
+        elif helper:
+            self._own.copy(plan, piece, helper=helper)
+            return
+        else:
+            memcpy = _memcpy_locked
         for mine, theirs, size in zip(*plan.columns(piece), strict=True):
-            _memcpy(mine, theirs, size)
+            memcpy(mine, theirs, size)
+
+
+def _open_pool(identity: bytes, fd: int, inode: int, nbytes: int) -> int:
+    """A descriptor of the peer's pool, to read. Raises OSError."""
+    pid = same_host_pid(identity)
+    if pid is None:
+        raise ProcessLookupError(errno.ESRCH, "not a living process of this host and pid namespace")
+    flags = os.O_RDONLY | os.O_CLOEXEC
+    named = os.open(f"/proc/{pid}/fd/{fd}", flags | _O_PATH)  # does not open the file itself: that may block
+    try:
+        if same_host_pid(identity) != pid:
+            raise ProcessLookupError(errno.ESRCH, "the process has ended")
+        if not os.readlink(f"/proc/self/fd/{named}").startswith("/memfd:kvferry-pool"):
+            raise OSError(errno.EINVAL, "not a pool in a memory file")
+        facts = os.fstat(named)
+        if facts.st_ino != inode:
+            raise OSError(errno.ESTALE, "another pool has taken this one's place")
+        if facts.st_size < nbytes:
+            raise OSError(errno.EINVAL, "the memory file is smaller than the region")
+        file = os.open(f"/proc/self/fd/{named}", flags)
+    finally:
+        os.close(named)
+    if fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+        return file
+    os.close(file)
+    raise OSError(errno.EINVAL, "not a memory file of fixed size")

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import threading
 from concurrent.futures import Future
@@ -98,8 +99,12 @@ class TransceiverLoop:
                 handle, key = transport.register(region)
                 if kind == 0:
                     self._ctx.registrations[group] = handle
-                file = 0 if region.shared_fd is None else region.shared_fd + 1
-                regions.append(RegionInfo(kind, group, region.address, region.nbytes, region.page_bytes, key, file))
+                file, inode = 0, 0
+                if region.shared_fd is not None:
+                    file, inode = region.shared_fd + 1, os.fstat(region.shared_fd).st_ino
+                regions.append(
+                    RegionInfo(kind, group, region.address, region.nbytes, region.page_bytes, key, file, inode)
+                )
         handshake.own_regions = tuple(regions)
         self.address = transport.address
         return peers

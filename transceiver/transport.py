@@ -7,6 +7,7 @@ completion was delivered, not after: a transport may copy in threads of its own,
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -135,10 +136,9 @@ class Link(Protocol):
         """True when it is known that the peer's process is gone, so that connecting again is of no use."""
         ...
 
-    def on_peer_process(self, identity: bytes, probe: RegionInfo, *, shared: bool) -> bool:
-        """The handshake brought the peer's `Transport.identity`; `probe` is one of its regions in host memory.
+    def on_peer_process(self, identity: bytes, regions: Collection[RegionInfo]) -> bool:
+        """The handshake brought the peer's `Transport.identity` and all of its regions.
 
-        `shared`: every pool of the peer lies in a memory file (`RegionInfo.file`).
         False: this link cannot read there, connect anew (the transport will then choose another way). Raises
         LinkClosedError when the peer's memory cannot be read at all.
         """

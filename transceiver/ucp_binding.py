@@ -153,7 +153,10 @@ class UcpBinding:
             self._lib.ucp_rkey_buffer_release(buffer)
 
     def unpack_key(self, endpoint: int, packed: bytes) -> int:
-        """A peer's key, usable on `endpoint` until `destroy_key`. Raises UcpError for bytes UCX cannot use."""
+        """A peer's key, usable on `endpoint` until `destroy_key`. Raises UcpError for one that UCX refuses.
+
+        `packed` must be a whole key (`ucx_fabric.key_is_sound`): UCX believes the lengths in it.
+        """
         key = c_void_p()
         self._check(self._lib.ucp_ep_rkey_unpack(endpoint, packed, ctypes.byref(key)), "ucp_ep_rkey_unpack")
         return int(key.value or 0)

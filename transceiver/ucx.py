@@ -237,8 +237,9 @@ class UcxTransport:
         """Close the endpoint, complete what was under way, and report a loss when there is a reason."""
         link.open = False
         self._links.pop(link.handle, None)
-        for key in link.keys:
+        for key in link.keys.values():
             link.fabric.ucp.destroy_key(key)
+        link.unmap()
         link.endpoint.remove_close_callback()
         try:
             link.endpoint.close_blocking(1_000_000, 50)  # forced where the peer is dead; up to 50 ms

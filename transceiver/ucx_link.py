@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -34,9 +35,11 @@ _MAX_SENDS = 1024  # messages a link may have waiting before it is given up
 
 @dataclass(frozen=True, slots=True)
 class UcxRemoteRegion:
+    """A peer's region. `key` is as it came; UCX sees it only when it has to read."""
+
     address: int
     nbytes: int
-    key: int
+    key: bytes
     device: str = HOST
     mapped: PeerMemory | None = None
 
@@ -48,6 +51,11 @@ class UcxRemoteRegion:
     def base(self) -> int:
         """Where a reader of this host finds the first byte: in the mapping, or in the peer's own memory."""
         return self.mapped.address if self.mapped is not None else self.address
+
+    def holds(self, batch: ReadBatch) -> bool:
+        """No read of `batch` leaves the region."""
+        size = np.uint64(self.nbytes)
+        return bool(((batch.nbytes <= size) & (batch.offset <= size - np.minimum(batch.nbytes, size))).all())
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +78,7 @@ class UcxLink:
         self.endpoint = endpoint
         self.handle: int = endpoint.handle
         self.open = True
-        self.keys: list[int] = []
+        self.keys: dict[bytes, int] = {}  # a peer's key -> UCX's form of it
         self.reads: deque[PendingRead] = deque()  # UCX requests
         self.copies: set[PendingRead] = set()  # copies by threads of this process
         self.cma: CmaReader | None = None
@@ -78,6 +86,8 @@ class UcxLink:
         self.sends: deque[tuple[int, bytes]] = deque()
         self._transport = ""
         self._identity = b""
+        self._mapped: dict[RegionInfo, PeerMemory] = {}
+        self._unmapped = ""  # why the peer's pools could not be mapped
 
     @property
     def transport(self) -> str:
@@ -95,10 +105,11 @@ class UcxLink:
     def detail(self) -> str:
         if self.maps_pools:
             return "copies from the mapped pool"
-        if self.cma is not None:
-            return "process_vm_readv"
-        refused = self.owner.no_cma.get(self.peer)
-        return f"ucp_get; the kernel refuses cma: {refused}" if refused else "ucp_get"
+        call = "process_vm_readv" if self.cma is not None else "ucp_get"
+        reasons = [("its pools cannot be mapped", self._unmapped)]
+        if self.cma is None:
+            reasons.append(("the kernel refuses cma", self.owner.no_cma.get(self.peer, "")))
+        return "; ".join([call, *(f"{what}: {why}" for what, why in reasons if why)])
 
     @property
     def copies_itself(self) -> bool:
@@ -124,18 +135,16 @@ class UcxLink:
     def open_region(self, info: RegionInfo, device: str = HOST) -> RemoteRegion:
         if not self.open:
             raise LinkClosedError(f"the link to {self.peer} is closed")
-        try:
-            handle = self.fabric.ucp.unpack_key(self.handle, info.key)
-        except UcpError as error:
-            raise TransceiverError(f"the memory key of {self.peer} cannot be used: {error}") from error
-        self.keys.append(handle)
-        mapped = None
-        if self.maps_pools and info.file:
+        return UcxRemoteRegion(info.address, info.nbytes, info.key, device, self._mapped.get(info))
+
+    def _handle(self, key: bytes) -> int:
+        """UCX's own form of a peer's key. Raises TransceiverError for one that UCX cannot use."""
+        if key not in self.keys:
             try:
-                mapped = PeerMemory(self._identity, info.file - 1, info.nbytes)
-            except OSError as error:
-                raise TransceiverError(f"the shared memory of {self.peer} cannot be mapped: {error}") from error
-        return UcxRemoteRegion(info.address, info.nbytes, handle, device, mapped)
+                self.keys[key] = self.fabric.unpack_key(self.handle, key)
+            except UcpError as error:
+                raise TransceiverError(f"the memory key of {self.peer} cannot be used: {error}") from error
+        return self.keys[key]
 
     def _reader(self, remote: UcxRemoteRegion, device: str) -> HostReader | None:
         """What copies from `remote` to memory on `device` in this process; None: UCX has to."""
@@ -150,7 +159,7 @@ class UcxLink:
         read = PendingRead(token, self)
         reader = self._reader(remote, self.owner.device_of(region))
         if reader is not None:
-            if len(batch) and int((batch.offset + batch.nbytes).max()) > remote.nbytes:
+            if not remote.holds(batch):
                 raise TransceiverError(f"a read from {self.peer} would leave its region of {remote.nbytes} bytes")
             copy = HostCopy(reader, batch, remote.base, token, read)
             self.copies.add(read)
@@ -162,19 +171,19 @@ class UcxLink:
     def read_now(self, batch: ReadBatch, remote: RemoteRegion) -> bool:
         assert isinstance(remote, UcxRemoteRegion)
         reader = self._reader(remote, HOST)
-        if not self.open or reader is None or int((batch.offset + batch.nbytes).max()) > remote.nbytes:
+        if not self.open or reader is None or not remote.holds(batch):
             return False
         try:
             plan = reader.plan(batch.local, batch.offset + np.uint64(remote.base), batch.nbytes, 0, cut=False)
             for piece in range(plan.pieces):
-                reader.copy(plan, piece)
+                reader.copy(plan, piece, helper=False)
         except OSError:  # `get` will say what is wrong
             return False
         return True
 
     def _issue(self, read: PendingRead, batch: ReadBatch, remote: UcxRemoteRegion, region: int | None) -> None:
         """Hand a batch to UCX. Raises TransceiverError when nothing was started."""
-        ucp, param, key = self.fabric.ucp, self.fabric.get_param(region), remote.key
+        ucp, param, key = self.fabric.ucp, self.fabric.get_param(region), self._handle(remote.key)
         try:
             for local, offset, nbytes in zip(
                 batch.local.tolist(), batch.offset.tolist(), batch.nbytes.tolist(), strict=True
@@ -194,22 +203,26 @@ class UcxLink:
     def peer_has_ended(self) -> bool:
         return has_ended(self._identity)
 
-    def on_peer_process(self, identity: bytes, probe: RegionInfo, *, shared: bool) -> bool:
+    def on_peer_process(self, identity: bytes, regions: Collection[RegionInfo]) -> bool:
         """On the same host: copy from the peer's memory in this process, from a mapping or by one kernel call a batch.
 
         Returns False when the kernel lets us do neither (containers, other users) although UCX has a cma lane: that
         lane would fail too, so connect anew.
         """
         self._identity = identity
-        pid = same_host_pid(identity)
+        try:
+            pid = same_host_pid(identity)
+        except OSError as error:
+            raise LinkClosedError(f"{self.peer} cannot be looked at: {error}") from error
         if pid is None or not self.owner.identity:  # another host, or the configuration allows no cma
             return True
-        self.maps_pools = shared and self.owner.maps_memory and self._maps(probe)
+        self.maps_pools = self.owner.maps_memory and self._map_all(regions)
         lane = self._best_lane() == "cma"
         reader, scratch = CmaReader(pid), np.zeros(1, np.uint64)
+        probe = next(info.address for info in regions if info.kind == 1)  # generation numbers: always in host memory
         try:
             one = np.asarray([8], np.uint64)
-            reader.read(np.asarray([scratch.ctypes.data], np.uint64), np.asarray([probe.address], np.uint64), one)
+            reader.read(np.asarray([scratch.ctypes.data], np.uint64), np.asarray([probe], np.uint64), one)
             self.cma = reader if lane else None
         except OSError as error:
             if error.errno not in (errno.EPERM, errno.EACCES, errno.ENOSYS):
@@ -222,14 +235,23 @@ class UcxLink:
             self._transport = "ucx/shm"
         return True
 
-    def _maps(self, probe: RegionInfo) -> bool:
-        """The kernel lets us map the peer's memory files."""
+    def _map_all(self, regions: Collection[RegionInfo]) -> bool:
+        """Map the peer's regions, all or none."""
+        if not all(info.file for info in regions):
+            return False  # private pools, or such on a device
         try:
-            PeerMemory(self._identity, probe.file - 1, probe.nbytes)
+            for info in regions:
+                self._mapped[info] = PeerMemory(self._identity, info.file - 1, info.inode, info.nbytes)
         except OSError as error:
+            self._mapped.clear()
+            self._unmapped = error.strerror or str(error)
             _log.warning("the shared memory of %s cannot be mapped (%s): its blocks come another way", self.peer, error)
             return False
         return True
+
+    def unmap(self) -> None:
+        """Forget the mappings: they stay until the reads under way have ended."""
+        self._mapped.clear()
 
     def close(self) -> None:
         if self.open:

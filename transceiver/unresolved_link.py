@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from transceiver.errors import LinkClosedError
 from transceiver.messages import RegionInfo
 from transceiver.transport import ReadBatch, RemoteRegion
@@ -40,7 +42,7 @@ class UnresolvedLink:
     def trust(self) -> None:
         """Nothing to do: nobody is at the other end."""
 
-    def on_peer_process(self, identity: bytes, probe: RegionInfo, *, shared: bool) -> bool:
+    def on_peer_process(self, identity: bytes, regions: Collection[RegionInfo]) -> bool:
         raise self._not_yet()
 
     def close(self) -> None:

@@ -57,7 +57,7 @@ __all__ = [
 PROTOCOL_VERSION = 2
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_UNPROVEN_BYTES = 4096  # before a peer has proved that it knows the secret
-MAX_REGION_BYTES = 4096 + 64  # one region of a Welcome: a key of at most 4,096 bytes and seven small values
+MAX_REGION_BYTES = 4096 + 64  # one region of a Welcome: a key of at most 4,096 bytes and eight small values
 _MAX_ROWS = 1 << 21
 _MAX_ITEMS = 256
 
@@ -109,8 +109,10 @@ def _groups(value: Any) -> tuple[GroupRows, ...]:
 
 def _regions(value: Any) -> tuple[RegionInfo, ...]:
     return tuple(
-        RegionInfo(_uint(k, 8), _uint(g, 16), _uint(a), _uint(n), _uint(p), _blob(key, 4096), _uint(file, 31))
-        for k, g, a, n, p, key, file in _items(value, 7)
+        RegionInfo(
+            _uint(k, 8), _uint(g, 16), _uint(a), _uint(n), _uint(p), _blob(key, 4096), _uint(file, 31), _uint(inode)
+        )
+        for k, g, a, n, p, key, file, inode in _items(value, 8)
     )
 
 
@@ -152,7 +154,16 @@ def _plain(value: Any) -> Any:
     if isinstance(value, GroupRows):
         return [value.group, value.ordinals.astype("<i4").tobytes(), value.valid_tokens.astype("<i4").tobytes()]
     if isinstance(value, RegionInfo):
-        return [value.kind, value.group, value.address, value.nbytes, value.page_bytes, value.key, value.file]
+        return [
+            value.kind,
+            value.group,
+            value.address,
+            value.nbytes,
+            value.page_bytes,
+            value.key,
+            value.file,
+            value.inode,
+        ]
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
     return value

@@ -67,6 +67,8 @@ def test_where_the_memory_cannot_be_mapped_the_kernel_copies(monkeypatch: pytest
     with PeerProcess("holder") as holder, Local(UCX_SHM) as local:
         outcome = local.pull(holder.ask("publish", ("t", (3, 1), 10.0)), (10, 11)).future.result(10)
         assert (outcome.status, outcome.transport) == (DONE, "ucx/cma")
+        detail = local.transceiver.stats().links[holder.address].detail
+        assert detail == "process_vm_readv; its pools cannot be mapped: Permission denied"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
@@ -82,4 +84,6 @@ def test_another_users_process_is_not_read() -> None:
         assert receiver.ask("pages", (5,)) == [bytes(local.storage.page(3))]
         links, details = receiver.ask("links")
         assert set(links.values()) == {"ucx/tcp"}
-        assert details == ["ucp_get; the kernel refuses cma: Operation not permitted"]
+        assert details == [
+            "ucp_get; its pools cannot be mapped: Permission denied; the kernel refuses cma: Operation not permitted"
+        ]

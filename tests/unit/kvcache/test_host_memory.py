@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -48,6 +49,17 @@ def test_a_shared_pool_names_its_file(storage: type[BytesPageStorage]) -> None:
     private = storage(make_layout(), [4])
     assert private.region().shared_fd is None
     private.close()
+
+
+def test_where_pages_are_promised_the_pool_is_private(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A memory file's pages are counted when they are touched: with vm.overcommit_memory 2 that would be a SIGBUS."""
+    setting = tmp_path / "overcommit_memory"
+    for value, shared in (("0", True), ("2", False)):
+        setting.write_text(f"{value}\n")
+        monkeypatch.setattr("kvcache.storage.host_memory._OVERCOMMIT", setting)
+        memory = MappedMemory(4096, shared=True)
+        assert (memory.fd is not None) is shared
+        memory.close()
 
 
 @pytest.mark.parametrize("call", ["memfd_create", "ftruncate"])

@@ -52,6 +52,9 @@ def test_transports(tls: str, devices: tuple[str, ...], expected: str) -> None:
     assert tls_with_devices(tls, devices) == expected
 
 
+KEY = bytes(9)  # no memory domain, host memory
+
+
 class _Calls:
     """Stands for UCX and for the kernel's copies: notes what is asked of either."""
 
@@ -82,12 +85,12 @@ def test_the_kernel_copies_host_memory_only(here: str, there: str, kernel: bool)
     assert host_may_copy(there, here) is kernel
     calls = _Calls((here,))
     owner: Any = calls
-    fabric: Any = SimpleNamespace(ucp=calls, get_param=calls.get_param)
+    fabric: Any = SimpleNamespace(ucp=calls, get_param=calls.get_param, unpack_key=lambda *_: 5)
     link = UcxLink(owner, fabric, SimpleNamespace(handle=1), "peer")
     link.cma = CmaReader(os.getpid())
-    link.get(ReadBatch.single(4096, 0, 64), UcxRemoteRegion(8192, 64, 5, there), 1, "token")
+    link.get(ReadBatch.single(4096, 0, 64), UcxRemoteRegion(8192, 64, b"key", there), 1, "token")
     assert (calls.copied, calls.gets) == ((1, 0) if kernel else (0, 1))
-    link.get(ReadBatch.single(4096, 0, 8), UcxRemoteRegion(8192, 64, 5), None, "generation numbers: always host")
+    link.get(ReadBatch.single(4096, 0, 8), UcxRemoteRegion(8192, 64, b"key"), None, "generation numbers: always host")
     assert calls.copied == (2 if kernel else 1)
 
 
@@ -95,10 +98,11 @@ def test_the_kernel_copies_host_memory_only(here: str, there: str, kernel: bool)
 def test_regions_are_registered_with_their_memory_type(device: str, number: int) -> None:
     asked: list[tuple[object, ...]] = []
     fabric = UcxFabric.__new__(UcxFabric)
-    binding: Any = SimpleNamespace(map_memory=lambda *a: asked.append(a) or 7, pack_key=lambda *_: b"key")
+    binding: Any = SimpleNamespace(map_memory=lambda *a: asked.append(a) or 7, pack_key=lambda *_: KEY)
     context: Any = SimpleNamespace(handle=1)
     fabric.ucp, fabric.context, fabric._regions = binding, context, {}
-    assert fabric.map(1, MemoryRegion(4096, 64, 64, device)) == b"key"
+    fabric._keys_are_known = True
+    assert fabric.map(1, MemoryRegion(4096, 64, 64, device)) == KEY
     assert asked == [(1, 4096, 64, number)]
 
 

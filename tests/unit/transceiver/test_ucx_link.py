@@ -30,7 +30,7 @@ def make_link(*, cma: bool = True) -> UcxLink:
 
 
 def region(device: str = "cpu", address: int | None = None) -> UcxRemoteRegion:
-    return UcxRemoteRegion(HELD.ctypes.data if address is None else address, HELD.nbytes, 0, device)
+    return UcxRemoteRegion(HELD.ctypes.data if address is None else address, HELD.nbytes, b"", device)
 
 
 def numbers_of(target: NDArray[np.uint64]) -> ReadBatch:

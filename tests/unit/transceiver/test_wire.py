@@ -80,7 +80,7 @@ def test_columns_are_equal_after_a_round_trip() -> None:
         msgpack.packb([V, 7, 1, 2, b"", b"", b"", b""]),
         msgpack.packb([V, 8, 1, b"\0" * 4, b"short"]),
         msgpack.packb({"version": V}),
-        msgpack.packb([V, 4, b"", [[0] * 7] * 300]),
+        msgpack.packb([V, 4, b"", [[0] * 8] * 300]),
         msgpack.packb([V, [1], b""]),
         msgpack.packb([V, 6, 1, "t", b"", b"", b"", 1, 1, [[0, b"\0" * 4, b""]]]),
     ],
