@@ -109,8 +109,8 @@ class CmaReader:
         """See `HostReader`; remote addresses are the process's own."""
         return CmaPlan(local, remote, nbytes, piece_bytes, cut=cut)
 
-    def copy(self, plan: CopyPlan, piece: int, *, helper: bool = False) -> None:
-        """Copy one piece of a `CmaPlan`, in any thread alike. Blocks; raises as `read`."""
+    def copy(self, plan: CopyPlan, piece: int) -> None:
+        """Copy one piece of a `CmaPlan`. Blocks; raises as `read`."""
         assert isinstance(plan, CmaPlan)
         ours, num_ours, theirs, num_theirs, wanted = plan.call(piece)
         done = self._call(ours, num_ours, theirs, num_theirs)

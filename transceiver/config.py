@@ -55,8 +55,9 @@ class CacheTransceiverConfig(BaseModel):
     """Further UCX options by name without the UCX_ prefix; they win over the built-in ones."""
     nixl_options: dict[str, str] = Field(default_factory=dict)
     """Options of NIXL's UCX backend by name, for example `ucx_devices`."""
-    max_segment_bytes: PositiveInt = 8 << 20
-    """Size of one batch of reads (bytes): the step in which a transfer goes on, is cancelled, and is hashed."""
+    max_segment_bytes: PositiveInt = 64 << 20
+    """Size of one batch of reads (bytes). Between hosts at most 8 MiB, with digests 1 MiB: the step in which a transfer
+    goes on and is cancelled there."""
     max_segments_in_flight: PositiveInt = 8
     """Batches of reads under way per transfer."""
     shared_pools: bool = True

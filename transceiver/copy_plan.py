@@ -54,8 +54,8 @@ class HostReader(Protocol):
         """A plan that `copy` takes; `remote` holds addresses in the peer as this reader sees it."""
         ...
 
-    def copy(self, plan: CopyPlan, piece: int, *, helper: bool) -> None:
-        """Copy one piece; `helper`: not in the loop's thread. Blocks for it. Raises OSError."""
+    def copy(self, plan: CopyPlan, piece: int) -> None:
+        """Copy one piece. Blocks for it. Raises OSError."""
         ...
 
 

@@ -68,10 +68,10 @@ class HostCopy:
         """No piece is left, none is under way."""
         return not self.running and self.next >= self.pieces
 
-    def copy(self, piece: int, *, helper: bool) -> None:
+    def copy(self, piece: int) -> None:
         """Copy one piece; blocks for it. Raises OSError, and what the token's work raises."""
         for number in range(self._plan.pieces) if self._whole else (piece,):
-            self._reader.copy(self._plan, number, helper=helper)
+            self._reader.copy(self._plan, number)
         if self._token is not None:
             cuts = self._plan.cuts
             self._token.landed(*((cuts[0], cuts[-1]) if self._whole else (cuts[piece], cuts[piece + 1])))
@@ -158,7 +158,7 @@ class HostCopies:
                 self._open.popleft()
         error = None
         try:
-            copy.copy(piece, helper=not here)
+            copy.copy(piece)
         except OSError as failure:
             error = f"reading the peer's memory: {failure}"
         except Exception as failure:  # the token's own work; the transfer fails, not this thread

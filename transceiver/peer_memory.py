@@ -25,9 +25,8 @@ __all__ = ["PeerMemory"]
 _O_PATH = getattr(os, "O_PATH", 0)
 _PROT_READ, _MAP_SHARED, _MAP_FAILED = 1, 1, ctypes.c_void_p(-1).value
 _MADV_DONTFORK, _MADV_DONTDUMP = 10, 16
-#: Reads of less than this on average (bytes) are copied without giving up the interpreter's lock between them. With
-#: it, a busy thread of this process (an engine loop) would take 5 ms for itself after every one.
-_LARGE_READ = 256 << 10
+_LARGE_READ = 256 << 10  # bytes on average
+_MANY_BYTES = 768 << 10  # worth the helpers: see `host_copies`
 
 
 def _functions(library: ctypes.CDLL) -> Any:
@@ -57,6 +56,10 @@ class _Mapping:
         self.__array_interface__ = {"data": (address, True), "shape": (nbytes,), "typestr": "|u1", "version": 3}
 
 
+class _FewSmall(CopyPlan):
+    """Small reads that are done before a helper has woken up."""
+
+
 class PeerMemory:
     """The first `nbytes` of a memory file of the process with this identity, readable at `address` and as `view`.
 
@@ -84,22 +87,24 @@ class PeerMemory:
         *, cut: bool,
     ) -> CopyPlan:  # fmt: skip
         """See `HostReader`; remote addresses are those of the mapping."""
-        small = int(nbytes.sum()) < _LARGE_READ * len(nbytes)
-        return (CmaPlan if small else CopyPlan)(local, remote, nbytes, piece_bytes, cut=cut)
+        total = int(nbytes.sum())
+        if total >= _LARGE_READ * len(nbytes):
+            kind: type[CopyPlan] = CopyPlan
+        else:
+            kind = CmaPlan if total >= _MANY_BYTES else _FewSmall
+        return kind(local, remote, nbytes, piece_bytes, cut=cut)
 
-    def copy(self, plan: CopyPlan, piece: int, *, helper: bool) -> None:
+    def copy(self, plan: CopyPlan, piece: int) -> None:
         """Copy one piece of a plan whose remote addresses lie in this mapping. Blocks for the copy.
 
-        Large reads are copied without the interpreter's lock. Of small ones the loop copies with it, and a helper
-        gives it up once, for one kernel call on this process's own memory (slower by half, but beside the loop).
+        After every call that gives up the interpreter's lock a busy thread of this process (an engine loop) may take
+        it for 5 ms. So there are few such calls: one for a large read, one kernel call on this process's own memory for
+        a piece of many small reads, none for a few.
         """
-        if not isinstance(plan, CmaPlan):
-            memcpy = _libc.memcpy
-        elif helper:
-            self._own.copy(plan, piece, helper=helper)
+        if isinstance(plan, CmaPlan):
+            self._own.copy(plan, piece)
             return
-        else:
-            memcpy = _memcpy_locked
+        memcpy = _memcpy_locked if isinstance(plan, _FewSmall) else _libc.memcpy
         for mine, theirs, size in zip(*plan.columns(piece), strict=True):
             memcpy(mine, theirs, size)
 

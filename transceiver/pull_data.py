@@ -31,6 +31,7 @@ __all__ = ["PullData", "Read"]
 
 _INLINE_HASH_BYTES = 2 << 20  # hashed in the loop, still in the cache after the copy; more in the digest thread
 _HASHED_BATCH_BYTES = 1 << 20
+_SENT_BATCH_BYTES = 8 << 20
 _MAX_BUFFERS = 4
 
 
@@ -80,9 +81,12 @@ class PullData:
         self.segments = 0
 
     def batch_bytes(self, link: Link) -> int:
-        """Size of a batch: what is hashed together after its arrival must fit into a core's cache."""
+        """Size of a batch. A link that copies by itself goes in small steps anyway; elsewhere a batch is what a cancelled
+        pull may still bring, and what is hashed together after its arrival must fit into a core's cache."""
         limit = self._ctx.config.max_segment_bytes
-        return min(limit, _HASHED_BATCH_BYTES) if self._ctx.config.verify and not link.copies_itself else limit
+        if link.copies_itself:
+            return limit
+        return min(limit, _HASHED_BATCH_BYTES if self._ctx.config.verify else _SENT_BATCH_BYTES)
 
     @property
     def all_read(self) -> bool:

@@ -116,7 +116,7 @@ class UcpBinding:
         bind(fast, "ucp_request_free", None, c_void_p)
         bind(
             fast, "ucp_am_send_nbx",
-            c_void_p, c_void_p, c_uint, c_void_p, c_size_t, c_char_p, c_size_t, POINTER(_RequestParam),
+            c_void_p, c_void_p, c_uint, c_char_p, c_size_t, c_void_p, c_size_t, POINTER(_RequestParam),
         )  # fmt: skip
         self._am_param = _RequestParam(op_attr_mask=_ATTR_FLAGS, flags=_AM_EAGER_REPLY)
         self.progress: Callable[[int], int] = lib.ucp_worker_progress
@@ -181,6 +181,13 @@ class UcpBinding:
         )
         return self._request(pointer, "ucp_am_send_nbx")
 
+    def send_data(self, endpoint: int, am_id: int, header: bytes, address: int, nbytes: int) -> int:
+        """Start one message of a header and `nbytes` of memory; both must live until the request is done. As `get`."""
+        pointer = self._fast.ucp_am_send_nbx(
+            endpoint, am_id, header, len(header), address, nbytes, ctypes.byref(self._am_param)
+        )
+        return self._request(pointer, "ucp_am_send_nbx")
+
     def _request(self, pointer: int | None, what: str) -> int:
         if not pointer:
             return 0
@@ -210,6 +217,27 @@ class UcpBinding:
 
             def trampoline(_arg: int, _header: int, _hlen: int, data: int, length: int, param: int) -> int:
                 receive(_AmRecvParam.from_address(param).reply_ep or 0, data or 0, length)
+                return UCS_OK
+
+            callback = AmCallback(trampoline)
+        params = _AmHandlerParam(
+            field_mask=0x7, id=am_id, flags=0x1, cb=ctypes.cast(callback, c_void_p) if callback else None
+        )
+        self._check(
+            self._lib.ucp_worker_set_am_recv_handler(worker, ctypes.byref(params)), "ucp_worker_set_am_recv_handler"
+        )
+        return callback
+
+    def on_data(self, worker: int, am_id: int, handler: Callable[[int, bytes, int, int], None] | None) -> object:
+        """As `on_message`, for messages with a header: ``handler(endpoint, header, data address, length)``."""
+        if handler is None:
+            callback = None
+        else:
+            receive = handler
+
+            def trampoline(_arg: int, header: int, hlen: int, data: int, length: int, param: int) -> int:
+                reply = _AmRecvParam.from_address(param).reply_ep or 0
+                receive(reply, ctypes.string_at(header, hlen) if hlen else b"", data or 0, length)
                 return UCS_OK
 
             callback = AmCallback(trampoline)

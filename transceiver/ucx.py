@@ -24,7 +24,7 @@ from transceiver.errors import TransceiverError, TransportUnavailableError
 from transceiver.host_copies import HostCopies
 from transceiver.host_port import format_address, parse_address
 from transceiver.transport import TransportHandler
-from transceiver.ucp_binding import UCS_INPROGRESS, UCS_OK
+from transceiver.ucp_binding import UCS_INPROGRESS, UCS_OK, UcpError
 from transceiver.ucx_fabric import BASE_OPTIONS, UcxFabric
 from transceiver.ucx_link import PendingRead, UcxLink
 from transceiver.wire import MAX_MESSAGE_BYTES
@@ -45,6 +45,7 @@ class UcxTransport:
         self._tls = tls_with_devices(config.ucx_tls, devices)
         self._links: dict[int, UcxLink] = {}
         self._inbox: deque[tuple[int, bytes]] = deque()
+        self._asked: deque[tuple[int, bytes]] = deque()
         self._accepted: deque[UcxLink] = deque()
         self._lost: deque[UcxLink] = deque()
         self._regions: list[MemoryRegion] = []
@@ -89,7 +90,8 @@ class UcxTransport:
 
     def _add_fabric(self, tls: str) -> UcxFabric:
         assert self._epoll is not None
-        fabric = UcxFabric(self._api, {"TLS": tls, **BASE_OPTIONS, **self._config.ucx_options}, self._on_am)
+        options = {"TLS": tls, **BASE_OPTIONS, **self._config.ucx_options}
+        fabric = UcxFabric(self._api, options, self._on_am, self._on_ask, self._on_data)
         self._epoll.register(fabric.event_fd, select.EPOLLIN)
         self._fabrics.append(fabric)
         for number, region in enumerate(self._regions, 1):
@@ -147,6 +149,35 @@ class UcxTransport:
         if length <= MAX_MESSAGE_BYTES:
             self._inbox.append((endpoint, ctypes.string_at(data, length)))
 
+    def _on_ask(self, endpoint: int, data: int, length: int) -> None:  # inside progress
+        if length <= MAX_MESSAGE_BYTES:
+            self._asked.append((endpoint, ctypes.string_at(data, length)))
+
+    def _on_data(self, endpoint: int, header: bytes, data: int, length: int) -> None:  # inside progress
+        link = self._links.get(endpoint)
+        if link is not None:
+            link.remote_reads.arrived(header, data, length)
+
+    def _answer(self) -> bool:
+        """Send peers what they have asked for; True when more could go at once."""
+        while self._asked:
+            handle, payload = self._asked.popleft()
+            asker = self._links.get(handle)
+            if asker is not None and not (asker.trusted and asker.answers.add(payload, self._host_regions())):
+                _log.warning("%s asked for memory that it may not read: its link is closed", asker.peer)
+                self.fail(asker)
+        more = False
+        for link in list(self._links.values()):
+            try:
+                more |= link.answers.send(link)
+            except UcpError as error:
+                _log.debug("cannot send to %s: %s", link.peer, error)
+                self.fail(link)
+        return more
+
+    def _host_regions(self) -> list[MemoryRegion]:
+        return [region for region in self._regions if is_host(region.device)]
+
     def poll(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         while True:
@@ -181,7 +212,7 @@ class UcxTransport:
             self.handler.on_accept(link)
         for link in list(self._links.values()):
             busy |= self._complete(link)
-        busy |= self._copy()
+        busy |= self._copy() | self._answer()
         while self._inbox:
             handle, payload = self._inbox.popleft()
             receiver = self._links.get(handle)
@@ -218,6 +249,13 @@ class UcxTransport:
 
     def _advance(self, link: UcxLink, read: PendingRead) -> bool:
         """True when nothing of `read` is under way any more."""
+        if read.number:
+            if link.open and link.remote_reads.left(read.number):
+                return False
+            if link.remote_reads.left(read.number):
+                read.error = "the link is closed"
+            link.remote_reads.forget(read.number)  # what comes now is dropped
+            return True
         ucp = link.fabric.ucp
         while read.requests:
             status = ucp.status(read.requests[-1])
@@ -254,7 +292,10 @@ class UcxTransport:
     def _drain(self, link: UcxLink) -> None:
         """Complete every request of a closed endpoint: closing has failed them, nothing writes any more."""
         limit = time.monotonic() + 1.0
-        while (link.reads or link.sends or link.copies) and time.monotonic() < limit:
+        status, free = link.fabric.ucp.status, link.fabric.ucp.free
+        while (
+            link.reads or link.sends or link.copies or not link.answers.end(status, free)
+        ) and time.monotonic() < limit:
             self._complete(link)
             self.copies.step()
             self._copy()

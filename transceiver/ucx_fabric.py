@@ -11,6 +11,7 @@ from kvcache.storage.page_storage import MemoryRegion
 from transceiver.device_memory import memory_type
 from transceiver.ucp_binding import UcpBinding, UcpError
 from transceiver.ucx_link import AM_ID
+from transceiver.ucx_remote_reads import DATA_AM_ID, READ_AM_ID
 
 __all__ = ["BASE_OPTIONS", "UcxFabric", "key_is_sound"]
 
@@ -30,7 +31,10 @@ BASE_OPTIONS = {
 class UcxFabric:
     """One UCX context with one worker, and the memory registered with it."""
 
-    def __init__(self, api: Any, options: dict[str, str], on_message: Callable[[int, int, int], None]) -> None:
+    def __init__(
+        self, api: Any, options: dict[str, str], on_message: Callable[[int, int, int], None],
+        on_ask: Callable[[int, int, int], None], on_data: Callable[[int, bytes, int, int], None],
+    ) -> None:  # fmt: skip
         feature = api.Feature
         self.api = api
         self.context = api.UCXContext(options, (feature.AM, feature.RMA, feature.WAKEUP))
@@ -39,7 +43,11 @@ class UcxFabric:
         self.ucp = UcpBinding()
         self.handle: int = self.worker.handle
         self.event_fd: int = self.worker.epoll_file_descriptor
-        self._keep = self.ucp.on_message(self.handle, AM_ID, on_message)
+        self._keep = (
+            self.ucp.on_message(self.handle, AM_ID, on_message),
+            self.ucp.on_message(self.handle, READ_AM_ID, on_ask),
+            self.ucp.on_data(self.handle, DATA_AM_ID, on_data),
+        )
         self._regions: dict[int, int] = {}  # registration -> UCX memory handle
         self._params: dict[int, ctypes.Structure] = {}
         self._keys_are_known = True  # until UCX packs one of ours in another form
@@ -73,7 +81,8 @@ class UcxFabric:
 
     def close(self) -> None:
         """Unregister everything. Endpoints and listeners must be gone."""
-        self.ucp.on_message(self.handle, AM_ID, None)
+        for am_id in (AM_ID, READ_AM_ID, DATA_AM_ID):
+            self.ucp.on_message(self.handle, am_id, None)
         for _ in range(_MAX_DRAIN):
             if not self.progress():
                 break

@@ -21,6 +21,7 @@ from transceiver.messages import RegionInfo
 from transceiver.peer_memory import PeerMemory
 from transceiver.transport import ReadBatch, RemoteRegion
 from transceiver.ucp_binding import UcpError
+from transceiver.ucx_remote_reads import READ_AM_ID, Answers, RemoteReads
 
 if TYPE_CHECKING:
     from transceiver.ucx import UcxTransport
@@ -66,6 +67,7 @@ class PendingRead:
     link: UcxLink
     requests: list[int] = field(default_factory=list)
     error: str | None = None
+    number: int = 0  # in `UcxLink.remote_reads`, when the peer sends the bytes
 
 
 class UcxLink:
@@ -84,7 +86,11 @@ class UcxLink:
         self.cma: CmaReader | None = None
         self.maps_pools = False  # the peer's pools are mapped here
         self.sends: deque[tuple[int, bytes]] = deque()
+        self.remote_reads = RemoteReads()
+        self.answers = Answers()
+        self.trusted = False
         self._transport = ""
+        self._lane = ""  # known from the first read on
         self._identity = b""
         self._mapped: dict[RegionInfo, PeerMemory] = {}
         self._unmapped = ""  # why the peer's pools could not be mapped
@@ -105,7 +111,7 @@ class UcxLink:
     def detail(self) -> str:
         if self.maps_pools:
             return "copies from the mapped pool"
-        call = "process_vm_readv" if self.cma is not None else "ucp_get"
+        call = "process_vm_readv" if self.cma is not None else "messages" if self._lane == "tcp" else "ucp_get"
         reasons = [("its pools cannot be mapped", self._unmapped)]
         if self.cma is None:
             reasons.append(("the kernel refuses cma", self.owner.no_cma.get(self.peer, "")))
@@ -120,10 +126,13 @@ class UcxLink:
         return 4 << 10 if self.copies_itself and not self.maps_pools else 64 << 10
 
     def send(self, payload: bytes) -> None:
+        self._send(AM_ID, payload)
+
+    def _send(self, am_id: int, payload: bytes) -> None:
         if not self.open:
             raise LinkClosedError(f"the link to {self.peer} is closed")
         try:
-            request = self.fabric.ucp.send(self.handle, AM_ID, payload)
+            request = self.fabric.ucp.send(self.handle, am_id, payload)
         except UcpError as error:
             raise LinkClosedError(f"cannot send to {self.peer}: {error}") from error
         if request:
@@ -165,8 +174,28 @@ class UcxLink:
             self.copies.add(read)
             self.owner.copies.add(copy)
             return
-        self._issue(read, batch, remote, region)
+        if host_may_copy(remote.device, self.owner.device_of(region)) and self._reads_by_message():
+            self._ask(read, batch, remote)
+        else:
+            self._issue(read, batch, remote, region)
         self.reads.append(read)
+
+    def _reads_by_message(self) -> bool:
+        """The lane has no remote memory access of its own (see `ucx_remote_reads`)."""
+        if not self._lane:
+            self._lane = self._best_lane()
+        return self._lane == "tcp"
+
+    def _ask(self, read: PendingRead, batch: ReadBatch, remote: UcxRemoteRegion) -> None:
+        """Have the peer send a batch. Raises LinkClosedError when nothing was started."""
+        read.number, message = self.remote_reads.ask(
+            batch.local, batch.offset + np.uint64(remote.address), batch.nbytes
+        )
+        try:
+            self._send(READ_AM_ID, message)
+        except LinkClosedError:
+            self.remote_reads.forget(read.number)
+            raise
 
     def read_now(self, batch: ReadBatch, remote: RemoteRegion) -> bool:
         assert isinstance(remote, UcxRemoteRegion)
@@ -176,7 +205,7 @@ class UcxLink:
         try:
             plan = reader.plan(batch.local, batch.offset + np.uint64(remote.base), batch.nbytes, 0, cut=False)
             for piece in range(plan.pieces):
-                reader.copy(plan, piece, helper=False)
+                reader.copy(plan, piece)
         except OSError:  # `get` will say what is wrong
             return False
         return True
@@ -197,7 +226,8 @@ class UcxLink:
                 raise TransceiverError(f"cannot read from {self.peer}: {error}") from error
 
     def trust(self) -> None:
-        """Nothing to do: UCX hands over whole messages, and `PeerTable` looks at their size."""
+        """From now on the peer may have registered memory sent to it; `PeerTable` looks at the size of messages."""
+        self.trusted = True
 
     @property
     def peer_has_ended(self) -> bool:

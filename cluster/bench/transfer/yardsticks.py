@@ -20,7 +20,7 @@ __all__ = ["perftest_bandwidth", "ray_store"]
 _WAIT_S = 60.0
 
 
-def perftest_bandwidth(nbytes: int) -> float | None:
+def perftest_bandwidth(nbytes: int, iterations: int, warm_up: int) -> float | None:
     """`ucx_perftest` tag_bw between two processes of this machine at `nbytes`, transport of its own choice."""
     spec = importlib.util.find_spec("libucx")
     if spec is None or spec.origin is None:
@@ -36,7 +36,10 @@ def perftest_bandwidth(nbytes: int) -> float | None:
     server = subprocess.Popen(
         (program, "-p", port), env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
-    command = (program, "127.0.0.1", "-p", port, "-t", "tag_bw", "-s", str(nbytes), "-n", "20", "-w", "3", "-f")
+    command = (
+        program, "127.0.0.1", "-p", port, "-t", "tag_bw", "-s", str(nbytes), "-n", str(iterations),
+        "-w", str(warm_up), "-f",
+    )  # fmt: skip
     try:
         deadline = time.monotonic() + 10
         while True:

@@ -37,7 +37,7 @@ def test_where_the_kernel_refuses_cma_blocks_come_over_tcp(monkeypatch: pytest.M
             assert [bytes(local.storage.page(page)) for page in (10, 11)] == holder.ask("pages", (3, 1))
         assert local.transceiver.links() == {"holder": "ucx/tcp"}
         link = local.transceiver.stats().links[holder.address]
-        assert (link.detail, link.retries) == ("ucp_get; the kernel refuses cma: Operation not permitted", 1)
+        assert (link.detail, link.retries) == ("messages; the kernel refuses cma: Operation not permitted", 1)
 
 
 @pytest.mark.parametrize(("here", "there", "refused", "transport"), [
@@ -85,5 +85,5 @@ def test_another_users_process_is_not_read() -> None:
         links, details = receiver.ask("links")
         assert set(links.values()) == {"ucx/tcp"}
         assert details == [
-            "ucp_get; its pools cannot be mapped: Permission denied; the kernel refuses cma: Operation not permitted"
+            "messages; its pools cannot be mapped: Permission denied; the kernel refuses cma: Operation not permitted"
         ]

@@ -38,8 +38,6 @@ def check(fabric: Fabric, cells: list[Cell], hosts: int = 1) -> None:
     assert len(results) == len(cells)
     assert left_behind() <= before
     red = [result for result in results if result.problem]
-    if red and fabric is UCX_TCP and all(" is gone" in result.problem for result in red):
-        pytest.xfail(f"UCX aborts a process that is asked to read for an endpoint that has failed: {len(red)} cells")
     assert not red, text
 
 

@@ -52,7 +52,7 @@ def test_the_keys_of_this_ucx_are_known(tls: str) -> None:
     """Else they would go to UCX unchecked."""
     api = pytest.importorskip("ucxx._lib.libucxx", reason="needs ucxx")
     storage = make_storage()
-    fabric = UcxFabric(api, {"TLS": tls, **BASE_OPTIONS}, lambda *_: None)
+    fabric = UcxFabric(api, {"TLS": tls, **BASE_OPTIONS}, *[lambda *_: None] * 3)
     try:
         assert key_is_sound(fabric.map(1, storage.region()))
         assert fabric._keys_are_known

@@ -34,9 +34,9 @@ kvferry_link_transfers_total{detail="process_vm_readv",peer="context-0",role="ge
 @pytest.mark.timeout(120)
 @pytest.mark.skipif(importlib.util.find_spec("ucxx") is None, reason="needs ucxx")
 @pytest.mark.parametrize(("shared", "tls", "found"), [
-    (True, "tcp,cma", ("ucx/shm (copies from the mapped pool)", "ucx/tcp (ucp_get")),
-    (False, "tcp,cma", ("ucx/cma (process_vm_readv)", "ucx/tcp (ucp_get")),
-    (True, "tcp", ("ucx/tcp (ucp_get)",)),
+    (True, "tcp,cma", ("ucx/shm (copies from the mapped pool)", "ucx/tcp (messages")),
+    (False, "tcp,cma", ("ucx/cma (process_vm_readv)", "ucx/tcp (messages")),
+    (True, "tcp", ("ucx/tcp (messages)",)),
 ])  # fmt: skip
 def test_a_real_link_between_two_processes(shared: bool, tls: str, found: tuple[str, ...]) -> None:
     """Where the kernel refuses cma the finding says TCP and why."""
