@@ -81,8 +81,8 @@ class PullData:
         self.segments = 0
 
     def batch_bytes(self, link: Link) -> int:
-        """Size of a batch. A link that copies by itself goes in small steps anyway; elsewhere a batch is what a cancelled
-        pull may still bring, and what is hashed together after its arrival must fit into a core's cache."""
+        """Size of a batch. A link that copies by itself goes in small steps anyway; elsewhere a batch is what a
+        cancelled pull may still bring, and what is hashed together after its arrival must fit into a core's cache."""
         limit = self._ctx.config.max_segment_bytes
         if link.copies_itself:
             return limit
