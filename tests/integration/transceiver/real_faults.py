@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import signal
@@ -32,11 +33,11 @@ def wait_until(condition: Callable[[], bool], what: str, seconds: float = _WAIT_
 def _states(pid: int) -> str:
     """One letter a thread, as in /proc; empty when the process is gone."""
     letters = []
-    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
-        try:
-            letters.append(stat.read_text().rpartition(")")[2].split()[0])
-        except (FileNotFoundError, ProcessLookupError):  # this thread has just ended
-            continue
+    gone = (FileNotFoundError, ProcessLookupError)
+    with contextlib.suppress(*gone):  # the process has just been waited for
+        for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+            with contextlib.suppress(*gone):  # this thread has just ended
+                letters.append(stat.read_text().rpartition(")")[2].split()[0])
     return "".join(letters)
 
 
