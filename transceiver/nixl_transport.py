@@ -9,21 +9,21 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import secrets
 import select
 import socket
-import threading
 import time
 
 from kvcache.storage.page_storage import MemoryRegion
 from transceiver.config import CacheTransceiverConfig
 from transceiver.control_socket import ControlSocket
+from transceiver.cut_links import cut_links
 from transceiver.errors import LinkClosedError, TransceiverError
 from transceiver.host_port import format_address, parse_address
 from transceiver.nixl_fabric import NixlFabric
 from transceiver.nixl_link import NixlLink, NixlRemoteRegion
 from transceiver.transport import ReadBatch, TransportHandler
+from transceiver.wake_fd import WakeFd
 
 __all__ = ["NixlTransport"]
 
@@ -33,7 +33,6 @@ _PAUSE_S = (20e-6, 1e-3)  # between turns while something moves
 _IDLE_S = 0.05  # between turns while nothing does
 _WORKED_S = 50e-6  # a turn that took longer has moved something
 _DRAIN_S = 1.0  # on a cut link: how long its reads may take to end
-_FLUSH_S = 0.2
 _ACCEPT_PAUSE_S = 0.5  # without descriptors or memory for a connection: nobody is let in for so long
 _SHORT_OF = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
@@ -50,8 +49,7 @@ class NixlTransport:
         self._lost: list[NixlLink] = []
         self._busy_until = 0.0
         self._pause = _PAUSE_S[0]
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._wake_lock = threading.Lock()
+        self._wake_fd = WakeFd()
         self._epoll: select.epoll | None = None
         self._listener: socket.socket | None = None
         self._accept_at: float | None = None  # while no connections are taken: when the next one may be
@@ -159,8 +157,8 @@ class NixlTransport:
         """Handle what the sockets report; True when the loop should go round."""
         busy = False
         for fd, _ in events:
-            if fd == self._wake_fd:
-                os.eventfd_read(self._wake_fd)
+            if fd == self._wake_fd.fileno():
+                self._wake_fd.drain()
                 busy = True
             elif self._listener is not None and fd == self._listener.fileno():
                 self._accept()
@@ -245,15 +243,10 @@ class NixlTransport:
             self.handler.on_lost(link, reason)
 
     def wake(self) -> None:
-        with self._wake_lock:
-            if self._wake_fd >= 0:
-                os.eventfd_write(self._wake_fd, 1)
+        self._wake_fd.wake()
 
     def close(self) -> None:
-        with self._wake_lock:
-            if self._wake_fd >= 0:
-                os.close(self._wake_fd)
-            self._wake_fd = -1
+        self._wake_fd.close()
         try:
             self._cut_all()
         finally:  # whatever happens: NIXL must not write into memory that is freed
@@ -268,13 +261,9 @@ class NixlTransport:
                 self.fabric.close()
 
     def _cut_all(self) -> None:
-        limit = time.monotonic() + _FLUSH_S
-        while any(link.control.waiting for link in self._links.values()) and time.monotonic() < limit:
+        def turn() -> None:
             for link in self._links.values():
                 link.control.on_ready()
             time.sleep(_PAUSE_S[1])
-        for link in list(self._links.values()):
-            try:
-                self.drop(link, None)
-            except Exception:  # the others are dropped all the same
-                _log.exception("the link to %s could not be dropped", link.peer)
+
+        cut_links(self._links.values, lambda link: link.control.waiting, turn, lambda link: self.drop(link, None))

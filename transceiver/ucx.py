@@ -10,7 +10,6 @@ import ctypes
 import logging
 import os
 import select
-import threading
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -19,21 +18,23 @@ from typing import Any
 from kvcache.storage.page_storage import MemoryRegion
 from transceiver.cma import process_identity
 from transceiver.config import CacheTransceiverConfig
+from transceiver.cut_links import cut_links
 from transceiver.device_memory import HOST, is_host, tls_with_devices
 from transceiver.errors import TransceiverError, TransportUnavailableError
 from transceiver.host_copies import HostCopies
 from transceiver.host_port import format_address, parse_address
 from transceiver.transport import TransportHandler
-from transceiver.ucp_binding import UCS_INPROGRESS, UCS_OK, UcpError
+from transceiver.ucp_binding import UCS_INPROGRESS, UCS_OK
 from transceiver.ucx_fabric import BASE_OPTIONS, UcxFabric
 from transceiver.ucx_link import PendingRead, UcxLink
+from transceiver.ucx_remote_reads import ReadServer
+from transceiver.wake_fd import WakeFd
 from transceiver.wire import MAX_MESSAGE_BYTES
 
 __all__ = ["UcxTransport"]
 
 _log = logging.getLogger(__name__)
 _MAX_PROGRESS = 64  # rounds before events are delivered, so that a busy fabric cannot starve the protocol
-_FLUSH_S = 0.2  # on close: how long the last messages may take to leave
 
 
 class UcxTransport:
@@ -45,7 +46,6 @@ class UcxTransport:
         self._tls = tls_with_devices(config.ucx_tls, devices)
         self._links: dict[int, UcxLink] = {}
         self._inbox: deque[tuple[int, bytes]] = deque()
-        self._asked: deque[tuple[int, bytes]] = deque()
         self._accepted: deque[UcxLink] = deque()
         self._lost: deque[UcxLink] = deque()
         self._regions: list[MemoryRegion] = []
@@ -53,8 +53,8 @@ class UcxTransport:
         self.no_cma: dict[str, str] = {}  # address -> why later connections to it use no cma lane
         self._woken = False
         self.copies = HostCopies(max(0, config.copy_threads - 1), self.wake)
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._wake_lock = threading.Lock()
+        self._server = ReadServer(self._links, self.fail)
+        self._wake_fd = WakeFd()
         self._epoll: select.epoll | None = None
         self._listener: Any = None
         self.handler: TransportHandler
@@ -91,7 +91,7 @@ class UcxTransport:
     def _add_fabric(self, tls: str) -> UcxFabric:
         assert self._epoll is not None
         options = {"TLS": tls, **BASE_OPTIONS, **self._config.ucx_options}
-        fabric = UcxFabric(self._api, options, self._on_am, self._on_ask, self._on_data)
+        fabric = UcxFabric(self._api, options, self._on_am, self._server.on_ask, self._on_data)
         self._epoll.register(fabric.event_fd, select.EPOLLIN)
         self._fabrics.append(fabric)
         for number, region in enumerate(self._regions, 1):
@@ -149,34 +149,10 @@ class UcxTransport:
         if length <= MAX_MESSAGE_BYTES:
             self._inbox.append((endpoint, ctypes.string_at(data, length)))
 
-    def _on_ask(self, endpoint: int, data: int, length: int) -> None:  # inside progress
-        if length <= MAX_MESSAGE_BYTES:
-            self._asked.append((endpoint, ctypes.string_at(data, length)))
-
     def _on_data(self, endpoint: int, header: bytes, data: int, length: int) -> None:  # inside progress
         link = self._links.get(endpoint)
         if link is not None:
             link.remote_reads.arrived(header, data, length)
-
-    def _answer(self) -> bool:
-        """Send peers what they have asked for; True when more could go at once."""
-        while self._asked:
-            handle, payload = self._asked.popleft()
-            asker = self._links.get(handle)
-            if asker is not None and not (asker.trusted and asker.answers.add(payload, self._host_regions())):
-                _log.warning("%s asked for memory that it may not read: its link is closed", asker.peer)
-                self.fail(asker)
-        more = False
-        for link in list(self._links.values()):
-            try:
-                more |= link.answers.send(link)
-            except UcpError as error:
-                _log.debug("cannot send to %s: %s", link.peer, error)
-                self.fail(link)
-        return more
-
-    def _host_regions(self) -> list[MemoryRegion]:
-        return [region for region in self._regions if is_host(region.device)]
 
     def poll(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
@@ -196,8 +172,8 @@ class UcxTransport:
             if self.copies.may_sleep() and all(fabric.worker.arm() for fabric in self._fabrics):
                 assert self._epoll is not None
                 for fd, _ in self._epoll.poll(left):
-                    if fd == self._wake_fd:
-                        os.eventfd_read(self._wake_fd)
+                    if fd == self._wake_fd.fileno():
+                        self._wake_fd.drain()
                         self._woken = False
                         return
 
@@ -212,7 +188,7 @@ class UcxTransport:
             self.handler.on_accept(link)
         for link in list(self._links.values()):
             busy |= self._complete(link)
-        busy |= self._copy() | self._answer()
+        busy |= self._copy() | self._server.serve(region for region in self._regions if is_host(region.device))
         while self._inbox:
             handle, payload = self._inbox.popleft()
             receiver = self._links.get(handle)
@@ -308,15 +284,10 @@ class UcxTransport:
 
     def wake(self) -> None:
         self._woken = True
-        with self._wake_lock:
-            if self._wake_fd >= 0:
-                os.eventfd_write(self._wake_fd, 1)
+        self._wake_fd.wake()
 
     def close(self) -> None:
-        with self._wake_lock:
-            if self._wake_fd >= 0:
-                os.close(self._wake_fd)
-            self._wake_fd = -1
+        self._wake_fd.close()
         if self._epoll is None:
             return
         try:
@@ -331,13 +302,9 @@ class UcxTransport:
             self._fabrics.clear()
 
     def _cut_all(self) -> None:
-        limit = time.monotonic() + _FLUSH_S
-        while any(link.sends for link in self._links.values()) and time.monotonic() < limit:
+        def turn() -> None:
             self._progress()
             for link in list(self._links.values()):
                 self._complete(link)
-        for link in list(self._links.values()):
-            try:
-                self.drop(link, None)
-            except Exception:  # the others are dropped all the same
-                _log.exception("the link to %s could not be dropped", link.peer)
+
+        cut_links(self._links.values, lambda link: link.sends, turn, lambda link: self.drop(link, None))

@@ -9,22 +9,25 @@ and only from registered host memory.
 from __future__ import annotations
 
 import ctypes
+import logging
 import struct
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.storage.page_storage import MemoryRegion
-from transceiver.ucp_binding import UCS_INPROGRESS
+from transceiver.ucp_binding import UCS_INPROGRESS, UcpError
+from transceiver.wire import MAX_MESSAGE_BYTES
 
 if TYPE_CHECKING:
     from transceiver.ucx_link import UcxLink
 
-__all__ = ["DATA_AM_ID", "READ_AM_ID", "Answers", "RemoteReads"]
+__all__ = ["DATA_AM_ID", "READ_AM_ID", "Answers", "ReadServer", "RemoteReads"]
 
+_log = logging.getLogger(__name__)
 READ_AM_ID, DATA_AM_ID = 24, 25
 _ASK = struct.Struct("<QI")  # number of the batch, elements; then their addresses and sizes as uint64
 _DATA = struct.Struct("<QIQ")  # number of the batch, element, offset in it; the bytes are the message's body
@@ -127,6 +130,38 @@ class Answers:
         while self._sends and ucp_status(self._sends[0][0]) != UCS_INPROGRESS:
             ucp_free(self._sends.popleft()[0])
         return not self._sends
+
+
+class ReadServer:
+    """Serves what the peers of one transport ask for. `fail` gives a link up."""
+
+    def __init__(self, links: Mapping[int, UcxLink], fail: Callable[[UcxLink], None]) -> None:
+        self._links = links
+        self._fail = fail
+        self._asked: deque[tuple[int, bytes]] = deque()
+
+    def on_ask(self, endpoint: int, data: int, length: int) -> None:
+        """A request has come; inside progress."""
+        if length <= MAX_MESSAGE_BYTES:
+            self._asked.append((endpoint, ctypes.string_at(data, length)))
+
+    def serve(self, regions: Iterable[MemoryRegion]) -> bool:
+        """Send peers what they have asked for of these regions; True when more could go at once."""
+        readable = list(regions)
+        while self._asked:
+            handle, payload = self._asked.popleft()
+            asker = self._links.get(handle)
+            if asker is not None and not (asker.trusted and asker.answers.add(payload, readable)):
+                _log.warning("%s asked for memory that it may not read: its link is closed", asker.peer)
+                self._fail(asker)
+        more = False
+        for link in list(self._links.values()):
+            try:
+                more |= link.answers.send(link)
+            except UcpError as error:
+                _log.debug("cannot send to %s: %s", link.peer, error)
+                self._fail(link)
+        return more
 
 
 def _cut(number: int, address: list[int], nbytes: list[int]) -> Iterator[tuple[bytes, int, int]]:
