@@ -1,4 +1,4 @@
-"""The fault matrix between real processes: a part of it always, all of it among the slow tests."""
+"""The fault matrix between real processes: a part of it always, all of it on request (several minutes a fabric)."""
 
 from __future__ import annotations
 
@@ -18,6 +18,10 @@ PART = [cell for number, cell in enumerate(all_cells()) if number % 17 == 3]
 
 #: Not NIXL: what it does not survive is in docs/transceiver.md, and the module prints it where NIXL is installed.
 FABRICS = [as_parameter(fabric) for fabric in (UCX_SHM, UCX_CMA, UCX_TCP)]
+
+WHOLE = pytest.mark.skipif(
+    not os.environ.get("KVFERRY_WHOLE_MATRIX"), reason="KVFERRY_WHOLE_MATRIX is not set: several minutes a fabric"
+)
 
 pytestmark = pytest.mark.ucx
 
@@ -52,6 +56,7 @@ def test_a_part_of_the_matrix(fabric: Fabric) -> None:
     check(fabric, PART)
 
 
+@WHOLE
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("fabric", FABRICS)
@@ -59,6 +64,7 @@ def test_the_whole_matrix(fabric: Fabric) -> None:
     check(fabric, all_cells())
 
 
+@WHOLE
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(bool(reason_against()), reason=reason_against() or "-")
