@@ -58,6 +58,9 @@ class InprocLink:
         assert isinstance(remote, _Region)
         self.owner.start_get(self, batch, remote.address, token)
 
+    def give_up(self, mine: Callable[[object], bool]) -> None:
+        """Reads cannot be taken back here."""
+
     def read_now(self, batch: ReadBatch, remote: RemoteRegion) -> bool:
         return False
 

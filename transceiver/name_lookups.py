@@ -16,7 +16,7 @@ from transceiver.loop_context import LoopContext
 
 __all__ = ["NameLookups"]
 
-_MAX_LOOKUPS = 32
+_MAX_LOOKUPS = 256
 Then: TypeAlias = Callable[[str | OSError], None]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -100,6 +100,9 @@ class NixlLink:
             raise LinkClosedError(f"the link to {self.peer} is closed")
         assert isinstance(remote, NixlRemoteRegion)
         self.owner.start_get(self, batch, remote, region, token)
+
+    def give_up(self, mine: Callable[[object], bool]) -> None:
+        """Reads cannot be taken back here."""
 
     def read_now(self, batch: ReadBatch, remote: RemoteRegion) -> bool:
         return False

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from transceiver.cma import CmaPlan, CmaReader, same_host_pid
+from transceiver.cma import CmaPlan, CmaReader, may_read_self, same_host_pid
 from transceiver.copy_plan import CopyPlan
 
 __all__ = ["PeerMemory"]
@@ -57,7 +57,7 @@ class _Mapping:
 
 
 class _FewSmall(CopyPlan):
-    """Small reads that are done before a helper has woken up."""
+    """Small reads that are done before a helper has woken up, or that the kernel does not copy."""
 
 
 class PeerMemory:
@@ -91,7 +91,7 @@ class PeerMemory:
         if total >= _LARGE_READ * len(nbytes):
             kind: type[CopyPlan] = CopyPlan
         else:
-            kind = CmaPlan if total >= _MANY_BYTES else _FewSmall
+            kind = CmaPlan if total >= _MANY_BYTES and may_read_self(os.getpid()) else _FewSmall
         return kind(local, remote, nbytes, piece_bytes, cut=cut)
 
     def copy(self, plan: CopyPlan, piece: int) -> None:
@@ -99,7 +99,7 @@ class PeerMemory:
 
         After every call that gives up the interpreter's lock a busy thread of this process (an engine loop) may take
         it for 5 ms. So there are few such calls: one for a large read, one kernel call on this process's own memory for
-        a piece of many small reads, none for a few.
+        a piece of many small reads (where it allows them), none for a few.
         """
         if isinstance(plan, CmaPlan):
             self._own.copy(plan, piece)

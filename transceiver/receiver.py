@@ -19,7 +19,7 @@ from transceiver.awaits_outcome import AwaitsOutcome, unshakable_future
 from transceiver.errors import LinkClosedError
 from transceiver.grant_checks import grant_problem, is_duplicate_grant
 from transceiver.loop_context import LoopContext, Timer
-from transceiver.pull_data import PullData
+from transceiver.pull_data import PullData, Read
 from transceiver.pull_reads import MISSING_PAGE, Rows, Segment, plan_segments
 from transceiver.transfer_checks import phase_seconds
 from transceiver.transfer_state import TransferState, TransferStateMachine
@@ -263,6 +263,9 @@ class Pull(AwaitsOutcome):
             status, reason, good, self.data.bytes, self.data.segments, transport, self._checks.bad_ordinals(),
             phase_seconds(self._marks, self._created, now), self.retries, self._checks.num_mismatches,
         )  # fmt: skip
+        if self.data.reads and peer is not None:
+            link = peer.link
+            self._ctx.guarded(lambda: link.give_up(lambda token: isinstance(token, Read) and token.pull is self))
         self._ctx.post(lambda: self._watch_drain(peer))
         self.future.set_result(outcome)
         self._try_settle()

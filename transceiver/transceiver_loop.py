@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import secrets
@@ -112,12 +113,13 @@ class TransceiverLoop:
     def _shut_down(self) -> None:
         self._stop.set()
         self._ctx.run_due()
+        # Whatever fails here: the fabric is closed before the pages are given back.
         for pull in self._transfers.pulls():
-            pull.fail(TransferStatus.CANCELLED, _CLOSED)
-        self._holder.close()
-        self.peers.close()
-        self._ctx.transport.close()
-        self._ctx.end_background()
+            self._ctx.guarded(functools.partial(pull.fail, TransferStatus.CANCELLED, _CLOSED))
+        self._ctx.guarded(self._holder.close)
+        self._ctx.guarded(self.peers.close)
+        self._ctx.guarded(self._ctx.transport.close)
+        self._ctx.guarded(self._ctx.end_background)
         for pull in self._transfers.pulls():
             pull.force_settled()
         for publication in self._transfers.publications():

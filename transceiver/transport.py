@@ -7,7 +7,7 @@ completion was delivered, not after: a transport may copy in threads of its own,
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -120,6 +120,13 @@ class Link(Protocol):
         caller keeps alive). `on_get_done(link, token, error)` follows exactly once for the batch, when none of its
         reads is under way any more, also when the link is lost. Raises LinkClosedError or TransceiverError when
         nothing was started.
+        """
+        ...
+
+    def give_up(self, mine: Callable[[object], bool]) -> None:
+        """Nobody wants the reads any more whose token is `mine`: those that can be taken back complete with an error.
+
+        Their `on_get_done` follows at the next poll; the others' when they end by themselves.
         """
         ...
 

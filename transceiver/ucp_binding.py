@@ -66,6 +66,9 @@ class _AmHandlerParam(ctypes.Structure):
     )
 
 
+_AM_ATTR_RNDV = 1 << 17  # UCP_AM_RECV_ATTR_FLAG_RNDV, ucp.h
+
+
 class _AmRecvParam(ctypes.Structure):
     _fields_ = (("recv_attr", c_uint64), ("reply_ep", c_void_p))
 
@@ -208,39 +211,26 @@ class UcpBinding:
         """Call ``handler(endpoint, data address, length)`` for every message with `am_id`; None removes it.
 
         The handler runs inside `progress`, must copy what it keeps, and must not raise. Keep the returned object
-        alive as long as the handler is installed.
+        alive as long as the handler is installed. A message that its sender only announces (by rendezvous, which
+        this side never uses: the address would be that of UCX's own description of it) is dropped.
         """
         if handler is None:
-            callback = None
-        else:
-            receive = handler
+            return self._set_handler(worker, am_id, None)
+        return self.on_data(worker, am_id, lambda endpoint, _header, data, length: handler(endpoint, data, length))
 
-            def trampoline(_arg: int, _header: int, _hlen: int, data: int, length: int, param: int) -> int:
-                receive(_AmRecvParam.from_address(param).reply_ep or 0, data or 0, length)
-                return UCS_OK
-
-            callback = AmCallback(trampoline)
-        params = _AmHandlerParam(
-            field_mask=0x7, id=am_id, flags=0x1, cb=ctypes.cast(callback, c_void_p) if callback else None
-        )
-        self._check(
-            self._lib.ucp_worker_set_am_recv_handler(worker, ctypes.byref(params)), "ucp_worker_set_am_recv_handler"
-        )
-        return callback
-
-    def on_data(self, worker: int, am_id: int, handler: Callable[[int, bytes, int, int], None] | None) -> object:
+    def on_data(self, worker: int, am_id: int, handler: Callable[[int, bytes, int, int], None]) -> object:
         """As `on_message`, for messages with a header: ``handler(endpoint, header, data address, length)``."""
-        if handler is None:
-            callback = None
-        else:
-            receive = handler
 
-            def trampoline(_arg: int, header: int, hlen: int, data: int, length: int, param: int) -> int:
-                reply = _AmRecvParam.from_address(param).reply_ep or 0
-                receive(reply, ctypes.string_at(header, hlen) if hlen else b"", data or 0, length)
-                return UCS_OK
+        def trampoline(_arg: int, header: int, hlen: int, data: int, length: int, param: int) -> int:
+            facts = _AmRecvParam.from_address(param)
+            if not facts.recv_attr & _AM_ATTR_RNDV:
+                header_bytes = ctypes.string_at(header, hlen) if hlen else b""
+                handler(facts.reply_ep or 0, header_bytes, data or 0, length)
+            return UCS_OK
 
-            callback = AmCallback(trampoline)
+        return self._set_handler(worker, am_id, AmCallback(trampoline))
+
+    def _set_handler(self, worker: int, am_id: int, callback: ctypes._FuncPointer | None) -> object:
         params = _AmHandlerParam(
             field_mask=0x7, id=am_id, flags=0x1, cb=ctypes.cast(callback, c_void_p) if callback else None
         )

@@ -162,6 +162,7 @@ class UcxTransport:
                 progressed += 1
             if self._deliver() or progressed == _MAX_PROGRESS or self._woken:
                 self._woken = False
+                self.copies.step()  # a fabric that always has something to say does not hold copies up
                 return
             copied = self.copies.step()  # one piece at a time: messages, cancels and timers come in between
             left = deadline - time.monotonic()
@@ -206,8 +207,8 @@ class UcxTransport:
             request, _ = link.sends.popleft()
             if request:
                 ucp.free(request)
-        while link.reads and self._advance(link, link.reads[0]):
-            read = link.reads.popleft()
+        while link.given_up or (link.reads and self._advance(link, link.reads[0])):
+            read = link.given_up.popleft() if link.given_up else link.reads.popleft()
             busy = True
             self.handler.on_get_done(link, read.token, read.error)
         return busy
@@ -270,7 +271,7 @@ class UcxTransport:
         limit = time.monotonic() + 1.0
         status, free = link.fabric.ucp.status, link.fabric.ucp.free
         while (
-            link.reads or link.sends or link.copies or not link.answers.end(status, free)
+            link.reads or link.given_up or link.sends or link.copies or not link.answers.end(status, free)
         ) and time.monotonic() < limit:
             self._complete(link)
             self.copies.step()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -82,6 +83,7 @@ class UcxLink:
         self.open = True
         self.keys: dict[bytes, int] = {}  # a peer's key -> UCX's form of it
         self.reads: deque[PendingRead] = deque()  # UCX requests
+        self.given_up: deque[PendingRead] = deque()  # to be reported
         self.copies: set[PendingRead] = set()  # copies by threads of this process
         self.cma: CmaReader | None = None
         self.maps_pools = False  # the peer's pools are mapped here
@@ -196,6 +198,16 @@ class UcxLink:
         except LinkClosedError:
             self.remote_reads.forget(read.number)
             raise
+
+    def give_up(self, mine: Callable[[object], bool]) -> None:
+        """Reads by message: what still comes for them is dropped, and the peer is told to send no more of it."""
+        for read in [read for read in self.reads if read.number and mine(read.token)]:
+            self.reads.remove(read)
+            self.remote_reads.forget(read.number)
+            read.error = "given up"
+            self.given_up.append(read)
+            with contextlib.suppress(LinkClosedError):
+                self._send(READ_AM_ID, self.remote_reads.take_back(read.number))
 
     def read_now(self, batch: ReadBatch, remote: RemoteRegion) -> bool:
         assert isinstance(remote, UcxRemoteRegion)

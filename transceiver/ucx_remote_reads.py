@@ -34,7 +34,7 @@ _DATA = struct.Struct("<QIQ")  # number of the batch, element, offset in it; the
 _CHUNK_BYTES = 240 << 10  # fits into one segment of UCX's TCP, so that nobody has to put it together
 _MAX_WAITING = 16  # chunks that may wait for a slow peer
 _MAX_ROUND = 64  # chunks between looking after everything else
-_MAX_ELEMENTS = 4 << 20  # that a peer may have asked for at once
+_MAX_ELEMENTS = 16 << 20  # that a peer may have asked for at once: 256 MiB of columns
 
 
 class RemoteReads:
@@ -62,6 +62,11 @@ class RemoteReads:
         """Nothing of this batch is written any more."""
         self._open.pop(number, None)
 
+    @staticmethod
+    def take_back(number: int) -> bytes:
+        """The message that says that a batch is not wanted any more: one that asks for nothing."""
+        return _ASK.pack(number, 0)
+
     def arrived(self, header: bytes, data: int, length: int) -> None:
         """Put a chunk in its place. What does not belong to an open batch is dropped."""
         if len(header) != _DATA.size:
@@ -80,7 +85,7 @@ class Answers:
     """What one link has been asked for and has not sent yet."""
 
     def __init__(self) -> None:
-        self._chunks: deque[tuple[int, Iterator[tuple[bytes, int, int]]]] = deque()
+        self._chunks: deque[tuple[int, int, Iterator[tuple[bytes, int, int]]]] = deque()
         self._elements = 0  # of the requests that wait
         self._sends: deque[tuple[int, bytes]] = deque()
 
@@ -89,6 +94,9 @@ class Answers:
         if len(payload) < _ASK.size:
             return False
         number, count = _ASK.unpack_from(payload)
+        if count == 0:
+            self._take_back(number)
+            return len(payload) == _ASK.size
         if self._elements + count > _MAX_ELEMENTS or len(payload) != _ASK.size + 16 * count:
             return False
         address = np.frombuffer(payload, np.uint64, count, _ASK.size)
@@ -100,9 +108,15 @@ class Answers:
             inside |= (address >= first) & (offset <= size) & (nbytes <= size - np.minimum(offset, size))
         if not inside.all():
             return False
-        self._elements += count + 1
-        self._chunks.append((count + 1, _cut(number, address.tolist(), nbytes.tolist())))
+        self._elements += count
+        self._chunks.append((number, count, _cut(number, address, nbytes)))
         return True
+
+    def _take_back(self, number: int) -> None:
+        """Send nothing more of a batch."""
+        kept = [batch for batch in self._chunks if batch[0] != number]
+        self._elements -= sum(elements for which, elements, _ in self._chunks if which == number)
+        self._chunks = deque(kept)
 
     def send(self, link: UcxLink) -> bool:
         """Send what the peer takes now; True when there is more that could go at once. Raises UcpError."""
@@ -112,7 +126,7 @@ class Answers:
         for _ in range(_MAX_ROUND):
             if not self._chunks or len(self._sends) >= _MAX_WAITING:
                 return False
-            elements, chunks = self._chunks[0]
+            _, elements, chunks = self._chunks[0]
             chunk = next(chunks, None)
             if chunk is None:
                 self._chunks.popleft()
@@ -164,8 +178,10 @@ class ReadServer:
         return more
 
 
-def _cut(number: int, address: list[int], nbytes: list[int]) -> Iterator[tuple[bytes, int, int]]:
-    """Header, address and size of every chunk."""
-    for element, (at, size) in enumerate(zip(address, nbytes, strict=True)):
+def _cut(
+    number: int, address: NDArray[np.uint64], nbytes: NDArray[np.uint64]
+) -> Iterator[tuple[bytes, int, int]]:  # fmt: skip
+    """Header, address and size of every chunk; the columns become Python's integers when their turn comes."""
+    for element, (at, size) in enumerate(zip(address.tolist(), nbytes.tolist(), strict=True)):
         for offset in range(0, size, _CHUNK_BYTES):
             yield _DATA.pack(number, element, offset), at + offset, min(_CHUNK_BYTES, size - offset)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from transceiver.errors import LinkClosedError
 from transceiver.messages import RegionInfo
@@ -35,6 +35,9 @@ class UnresolvedLink:
 
     def get(self, batch: ReadBatch, remote: RemoteRegion, region: int | None, token: object) -> None:
         raise self._not_yet()
+
+    def give_up(self, mine: Callable[[object], bool]) -> None:
+        """Reads cannot be taken back here."""
 
     def read_now(self, batch: ReadBatch, remote: RemoteRegion) -> bool:
         return False

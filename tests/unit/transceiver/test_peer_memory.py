@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import gc
 import mmap
@@ -17,7 +18,7 @@ import pytest
 
 from kvcache.storage.host_memory import MappedMemory
 from tests.unit.transceiver.rig import eventually
-from transceiver.cma import process_identity
+from transceiver.cma import CmaReader, may_read_self, process_identity
 from transceiver.peer_memory import PeerMemory
 
 SIZE = 1 << 16
@@ -26,7 +27,7 @@ HOLDER = """
 import os, sys
 import numpy as np
 from kvcache.storage.host_memory import MappedMemory
-from transceiver.cma import process_identity
+from transceiver.cma import CmaReader, may_read_self, process_identity
 memory = MappedMemory(1 << 16, shared=True)
 np.frombuffer(memory.view(), np.uint8)[:] = np.arange(1 << 16, dtype=np.uint64).astype(np.uint8)
 print(process_identity().hex(), memory.fd, os.fstat(memory.fd).st_ino, flush=True)
@@ -47,13 +48,27 @@ def mapped(memory: MappedMemory, nbytes: int = SIZE) -> PeerMemory:
     return PeerMemory(process_identity(), memory.fd, os.fstat(memory.fd).st_ino, nbytes)
 
 
+def refuse(*_: object) -> int:
+    raise PermissionError(errno.EPERM, "Operation not permitted")
+
+
+@pytest.fixture(autouse=True)
+def ask_again() -> Iterator[None]:
+    yield
+    may_read_self.cache_clear()
+
+
 def mapped_files() -> int:
     return sum("kvferry-pool" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
+@pytest.mark.parametrize("allowed", [True, False])
 @pytest.mark.parametrize("size", [4096, 128 << 10, 512 << 10])
-def test_copies_bring_the_bytes_and_see_later_writes(size: int) -> None:
-    """A few small reads, many of them, large ones: three ways to copy."""
+def test_copies_bring_the_bytes_and_see_later_writes(size: int, allowed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few small reads, many of them, large ones: three ways to copy, and where a seccomp profile leaves two."""
+    if not allowed:
+        monkeypatch.setattr(CmaReader, "_call", refuse)
+        may_read_self.cache_clear()
     memory = MappedMemory(16 * size, shared=True)
     source, target = np.frombuffer(memory.view(), np.uint8), np.zeros(16 * size, np.uint8)
     source[:] = np.random.default_rng(5).integers(0, 256, len(source), dtype=np.uint8)

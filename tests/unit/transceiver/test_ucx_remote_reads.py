@@ -105,11 +105,33 @@ def test_a_slow_peer_bounds_what_waits(memory: np.ndarray[Any, Any]) -> None:
 
 
 def test_a_peer_may_not_ask_for_more_and_more(memory: np.ndarray[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What waits is bounded, whatever the peer takes; a request without elements counts too."""
+    """What waits is bounded, whatever the peer takes."""
     monkeypatch.setattr("transceiver.ucx_remote_reads._MAX_ELEMENTS", 100)
-    for count, fit in ((24, 4), (0, 101)):
-        answers = Answers()
-        _, message = RemoteReads().ask(*(np.full(count, value, np.uint64) for value in (1, memory.ctypes.data, 1)))
-        assert [answers.add(message, [region(memory)]) for _ in range(fit + 1)] == [True] * fit + [False]
-        answers.send(Wire(RemoteReads()))  # type: ignore[arg-type]
-        assert answers.add(message, [region(memory)])
+    answers, reads = Answers(), RemoteReads()
+
+    def ask() -> tuple[int, bytes]:
+        return reads.ask(*(np.full(24, value, np.uint64) for value in (1, memory.ctypes.data, 1)))
+
+    number, message = ask()
+    assert [answers.add(each, [region(memory)]) for each in (message, *(ask()[1] for _ in range(4)))] == [
+        True, True, True, True, False,
+    ]  # fmt: skip
+    assert answers.add(RemoteReads.take_back(number), [])
+    assert answers.add(ask()[1], [region(memory)])
+    assert not answers.add(ask()[1], [region(memory)])
+    answers.send(Wire(RemoteReads()))  # type: ignore[arg-type]
+    answers.send(Wire(RemoteReads()))  # type: ignore[arg-type]
+    assert answers.add(ask()[1], [region(memory)])
+
+
+def test_nothing_more_is_sent_of_a_batch_that_was_taken_back(memory: np.ndarray[Any, Any]) -> None:
+    here, reads, answers = np.zeros_like(memory), RemoteReads(), Answers()
+    unwanted, message = reads.ask(addresses(here), addresses(memory), SIZES)
+    assert answers.add(message, [region(memory)])
+    wanted, message = reads.ask(addresses(here), addresses(memory), SIZES)
+    assert answers.add(message, [region(memory)])
+    assert answers.add(reads.take_back(unwanted), [region(memory)])
+    assert answers.add(reads.take_back(77), [region(memory)])  # of which nothing is known
+    wire: Any = Wire(reads)
+    assert not answers.send(wire)
+    assert (reads.left(unwanted), reads.left(wanted), wire.sent) == (int(SIZES.sum()), 0, 5)
