@@ -47,6 +47,7 @@ class InprocTransport:
         self._order = itertools.count()
         self._woken = False
         self._links: set[InprocLink] = set()
+        self._knocking: set[InprocLink] = set()  # connected to us, and we have not heard of it; by `_registry_lock`
         self._reads: dict[int, tuple[InprocLink, object, bool]] = {}
         self._dead = False
         self._stalled = False
@@ -77,15 +78,18 @@ class InprocTransport:
         self._links.add(link)
         with _registry_lock:
             target = _registry.get(address.removeprefix("inproc://"))
-        if target is None or target._dead:
-            self.post(link.lost_event("nobody listens at this address"))
-            return link
-        other = InprocLink(target, self.address)
-        link.other, other.other = other, link
+            if target is None or target._dead:
+                self.post(link.lost_event("nobody listens at this address"))
+                return link
+            other = InprocLink(target, self.address)
+            link.other, other.other = other, link
+            target._knocking.add(other)
         target.post(lambda: target._accepted(other))
         return link
 
     def _accepted(self, link: InprocLink) -> None:
+        with _registry_lock:
+            self._knocking.discard(link)
         self._links.add(link)
         self.handler.on_accept(link)
 
@@ -196,7 +200,8 @@ class InprocTransport:
         with _registry_lock:
             if _registry.get(self._name) is self:
                 del _registry[self._name]
-        for link in list(self._links):
+            knocking, self._knocking = self._knocking, set()
+        for link in [*self._links, *knocking]:  # who has just connected hears of the end too
             other, link.open = link.other, False
             self.fail_reads(link, reason)
             if other is not None:
