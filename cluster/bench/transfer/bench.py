@@ -27,6 +27,7 @@ __all__ = ["run_transfer_bench"]
 MIB = 1 << 20
 _HANDOFF_ROUNDS = 20
 _ITERATIONS, _WARM_UP = 20, 3
+_WINDOW = 4  # transfers of 64 MiB under way; ucx_perftest allows itself 32
 Report = Callable[[str], None]
 
 
@@ -81,16 +82,9 @@ def _same_host(rounds: int, with_ray: bool, peer_python: Path | None, report: Re
                 rows.append(_row(f"{name}{kind}", measured, None if kind else goal))
         many = max(rounds, _HANDOFF_ROUNDS)
         rows.append(_overhead(links[""].measure(Shape(8, 8), many), "hand-off of 8 blocks, digests off"))
-        report("ucx_perftest and Ray's object store")
-        store = stack.enter_context(ray_store()) if with_ray else None
-        perftest = _beside(links[""], rounds, lambda: perftest_bandwidth(64 * MIB, _ITERATIONS, _WARM_UP))
-        ray = _beside(links[""], rounds, lambda: store(64 * MIB)) if store else None
-        for name, ratio in (("ucx_perftest", perftest), ("Ray's object store", ray)):
-            if ratio is None:
-                report(f"unavailable: {name}")
-        rows[0] = dataclasses.replace(
-            rows[0], vs_ucx_perftest=perftest, vs_ray=ray, load=os.getloadavg()[0]
-        )  # fmt: skip
+    report("ucx_perftest and Ray's object store")
+    with BenchLink("64K", 4096, {"verify": False}) as link:
+        perftest = _beside(link, rounds, lambda: perftest_bandwidth(64 * MIB, _ITERATIONS, _WARM_UP))
         if perftest is not None:
             rows.append(
                 BenchRow(
@@ -98,24 +92,26 @@ def _same_host(rounds: int, with_ray: bool, peer_python: Path | None, report: Re
                     rounds=rounds, load=os.getloadavg()[0], goal=">= 2 times ucx_perftest", met=perftest >= 2,
                 )
             )  # fmt: skip
+        with ray_store() if with_ray else contextlib.nullcontext() as store:  # its processes are never quite idle
+            ray = _beside(link, rounds, lambda: store(64 * MIB)) if store else None
+    for name, ratio in (("ucx_perftest", perftest), ("Ray's object store", ray)):
+        if ratio is None:
+            report(f"unavailable: {name}")
+    rows[0] = dataclasses.replace(rows[0], vs_ucx_perftest=perftest, vs_ray=ray)
     return rows
 
 
 def _beside(link: BenchLink, rounds: int, peer: Callable[[], float | None]) -> float | None:
-    """Rate of contiguous transfers over a peer's, in turns; both as `ucx_perftest` measures: the mean after a warm-up.
+    """Rate of contiguous transfers of 64 MiB over a peer's, in turns. None when the peer is not there.
 
-    None when the peer is not there.
+    Both as `ucx_perftest` measures a bandwidth: after a warm-up, with several messages under way.
     """
     ratios = []
     for _ in range(rounds):
         theirs = peer()
         if theirs is None:
             return None
-        seconds = []
-        for _ in range(_WARM_UP + _ITERATIONS):
-            outcome = link.pull(*link.pick(Shape(1024, 1024)))
-            seconds.append(outcome.seconds["prepare"] + outcome.seconds["transfer"])
-        ratios.append(64 * MIB / statistics.mean(seconds[_WARM_UP:]) / theirs)
+        ratios.append(link.stream(_ITERATIONS, _WARM_UP, _WINDOW) / theirs)
     return statistics.median(ratios)
 
 

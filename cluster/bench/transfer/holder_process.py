@@ -8,7 +8,7 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnContext
 from pathlib import Path
@@ -40,15 +40,16 @@ def _serve(
     with transceiver:
         pipe.send(None)
         while (command := pipe.recv()) is not None:
-            name, wanted = command
-            table = (block_table(wanted),)
-            if settings.get("verify", True):
-                transceiver._ctx.digests.compute(  # as a worker does when it commits a block
-                    (0, int(page), 1, int(valid)) for page, valid in zip(wanted, table[0].valid_tokens, strict=True)
-                )
-            publication = transceiver.publish(name, table, conversation_id=None, scope=b"", lease_s=_WAIT_S)
-            pipe.send(publication.ticket)
-            pipe.send(publication.future.result(_WAIT_S).status.value)
+            publications = []
+            for name, wanted in command:
+                table = (block_table(wanted),)
+                if settings.get("verify", True):
+                    transceiver._ctx.digests.compute(  # as a worker does when it commits a block
+                        (0, int(page), 1, int(valid)) for page, valid in zip(wanted, table[0].valid_tokens, strict=True)
+                    )
+                publications.append(transceiver.publish(name, table, conversation_id=None, scope=b"", lease_s=_WAIT_S))
+            pipe.send([publication.ticket for publication in publications])
+            pipe.send([publication.future.result(_WAIT_S).status.value for publication in publications])
     storage.close()
 
 
@@ -90,16 +91,16 @@ class HolderProcess:
             raise TimeoutError("the benchmark's holder process does not answer")
         return self._pipe.recv()
 
-    def offer(self, name: str, pages: NDArray[np.int32]) -> GrantTicket:
-        """Publish pages there."""
-        self._pipe.send((name, pages))
-        ticket: GrantTicket = self._receive()
-        return ticket
+    def offer(self, offers: Sequence[tuple[str, NDArray[np.int32]]]) -> list[GrantTicket]:
+        """Publish pages there, under these names."""
+        self._pipe.send(offers)
+        tickets: list[GrantTicket] = self._receive()
+        return tickets
 
-    def outcome(self) -> str:
-        """How the last offer ended."""
-        status: str = self._receive()
-        return status
+    def outcomes(self) -> list[str]:
+        """How the last offers ended; blocks until they have."""
+        statuses: list[str] = self._receive()
+        return statuses
 
     def __enter__(self) -> HolderProcess:
         return self

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from cluster.bench.transfer.holder_process import SECRET, HolderProcess
 from cluster.bench.transfer.pools import PAGE_LAYOUTS, Shape, block_table, copy_pages, filled_storage
-from transceiver import CacheTransceiver, CacheTransceiverConfig, TransferOutcome
+from transceiver import CacheTransceiver, CacheTransceiverConfig, Pull, TransferOutcome
 from transceiver.parallel_layout import RankShare
 
 __all__ = ["BenchLink", "Measured", "Peer"]
@@ -98,7 +98,8 @@ class BenchLink:
 
     def offer(self, theirs: Pages) -> Any:
         """A ticket for pages of the holder."""
-        return self.holder.offer(f"bench-{next(_names)}", theirs)
+        (ticket,) = self.holder.offer([(f"bench-{next(_names)}", theirs)])
+        return ticket
 
     def pull(self, mine: Pages, theirs: Pages) -> TransferOutcome:
         """One transfer. Raises RuntimeError when it does not succeed on both sides."""
@@ -106,10 +107,36 @@ class BenchLink:
         pull = self.transceiver.pull(ticket, (block_table(mine),), conversation_id=None, scope=b"", timeout_s=60)
         outcome = pull.future.result(60)
         pull.settled.result(10)
-        status = self.holder.outcome()
-        if outcome.status.value != "done" or status != "done":
+        if outcome.status.value != "done" or self.holder.outcomes() != ["done"]:
             raise RuntimeError(f"a benchmark transfer failed: {outcome.reason}")
         return outcome
+
+    def stream(self, count: int, warm_up: int, window: int) -> float:
+        """Bytes a second of `count` contiguous transfers after `warm_up` others, `window` of them under way at a time.
+
+        Each has a part of the pools of its own. Timed from the end of the last one before to the end of the last one.
+        Raises RuntimeError when one fails.
+        """
+        part = self.pages // window
+        pages = [np.arange(part, dtype=np.int32) + index % window * part for index in range(warm_up + count)]
+        tickets = self.holder.offer([(f"bench-{next(_names)}", each) for each in pages])
+        pulls: list[Pull] = []
+        started = 0.0
+        for index, (ticket, each) in enumerate(zip(tickets, pages, strict=True)):
+            if index >= window:
+                pulls[index - window].settled.result(60)
+            if index - window == warm_up - 1:
+                started = time.perf_counter()
+            table = (block_table(each),)
+            pulls.append(self.transceiver.pull(ticket, table, conversation_id=None, scope=b"", timeout_s=60))
+        for pull in pulls:
+            pull.settled.result(60)
+        seconds = time.perf_counter() - started
+        if any(pull.future.result().status.value != "done" for pull in pulls) or set(self.holder.outcomes()) != {
+            "done"
+        }:
+            raise RuntimeError("a benchmark transfer failed")
+        return count * part * self.storage.region().page_bytes / seconds
 
     def pick(self, shape: Shape) -> tuple[Pages, Pages]:
         """Pages here and there for one transfer."""
