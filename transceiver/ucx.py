@@ -53,7 +53,7 @@ class UcxTransport:
         self.no_cma: dict[str, str] = {}  # address -> why later connections to it use no cma lane
         self._woken = False
         self.copies = HostCopies(max(0, config.copy_threads - 1), self.wake)
-        self._server = ReadServer(self._links, self.fail)
+        self._server = ReadServer(self._links, self._regions, self.fail)
         self._wake_fd = WakeFd()
         self._epoll: select.epoll | None = None
         self._listener: Any = None
@@ -189,7 +189,7 @@ class UcxTransport:
             self.handler.on_accept(link)
         for link in list(self._links.values()):
             busy |= self._complete(link)
-        busy |= self._copy() | self._server.serve(region for region in self._regions if is_host(region.device))
+        busy |= self._copy() | self._server.serve()
         while self._inbox:
             handle, payload = self._inbox.popleft()
             receiver = self._links.get(handle)

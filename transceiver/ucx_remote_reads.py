@@ -12,13 +12,14 @@ import ctypes
 import logging
 import struct
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.storage.page_storage import MemoryRegion
+from transceiver.device_memory import is_host
 from transceiver.ucp_binding import UCS_INPROGRESS, UcpError
 from transceiver.wire import MAX_MESSAGE_BYTES
 
@@ -147,27 +148,37 @@ class Answers:
 
 
 class ReadServer:
-    """Serves what the peers of one transport ask for. `fail` gives a link up."""
+    """Serves what the peers of one transport ask for of its `regions` in host memory. `fail` gives a link up."""
 
-    def __init__(self, links: Mapping[int, UcxLink], fail: Callable[[UcxLink], None]) -> None:
+    def __init__(
+        self, links: Mapping[int, UcxLink], regions: Sequence[MemoryRegion], fail: Callable[[UcxLink], None]
+    ) -> None:
         self._links = links
+        self._regions = regions
         self._fail = fail
-        self._asked: deque[tuple[int, bytes]] = deque()
+        self._asked: deque[tuple[UcxLink, bytes]] = deque()
 
     def on_ask(self, endpoint: int, data: int, length: int) -> None:
-        """A request has come; inside progress."""
-        if length <= MAX_MESSAGE_BYTES:
-            self._asked.append((endpoint, ctypes.string_at(data, length)))
+        """A request has come; inside progress. Of a stranger nothing is kept: who belongs here asks after its proof."""
+        asker = self._links.get(endpoint)
+        if asker is None:
+            return
+        if asker.trusted and length <= MAX_MESSAGE_BYTES:
+            self._asked.append((asker, ctypes.string_at(data, length)))
+        else:
+            self._refuse(asker)
 
-    def serve(self, regions: Iterable[MemoryRegion]) -> bool:
-        """Send peers what they have asked for of these regions; True when more could go at once."""
-        readable = list(regions)
+    def _refuse(self, asker: UcxLink) -> None:
+        _log.warning("%s asked for memory that it may not read: its link is closed", asker.peer)
+        self._fail(asker)
+
+    def serve(self) -> bool:
+        """Send peers what they have asked for; True when more could go at once."""
         while self._asked:
-            handle, payload = self._asked.popleft()
-            asker = self._links.get(handle)
-            if asker is not None and not (asker.trusted and asker.answers.add(payload, readable)):
-                _log.warning("%s asked for memory that it may not read: its link is closed", asker.peer)
-                self._fail(asker)
+            asker, payload = self._asked.popleft()
+            readable = [region for region in self._regions if is_host(region.device)]
+            if asker.open and not asker.answers.add(payload, readable):
+                self._refuse(asker)
         more = False
         for link in list(self._links.values()):
             try:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvcache.storage.page_storage import MemoryRegion
-from transceiver.ucx_remote_reads import Answers, RemoteReads
+from transceiver.ucx_remote_reads import Answers, ReadServer, RemoteReads
 
 SIZES = np.asarray([5, 600_000, 1], np.uint64)
 
@@ -135,3 +135,14 @@ def test_nothing_more_is_sent_of_a_batch_that_was_taken_back(memory: np.ndarray[
     wire: Any = Wire(reads)
     assert not answers.send(wire)
     assert (reads.left(unwanted), reads.left(wanted), wire.sent) == (int(SIZES.sum()), 0, 5)
+
+
+@pytest.mark.parametrize(("trusted", "size", "kept"), [(True, 100, True), (False, 100, False), (True, 65 << 20, False)])
+def test_of_a_stranger_nothing_is_kept(trusted: bool, size: int, kept: bool, memory: np.ndarray[Any, Any]) -> None:
+    """Not even a copy of what it sends: that would be tens of megabytes a message, without the secret."""
+    link: Any = SimpleNamespace(trusted=trusted, peer="stranger")
+    failed: list[Any] = []
+    server = ReadServer({1: link}, [region(memory)], failed.append)
+    server.on_ask(2, 0, 10)  # a link that is gone
+    server.on_ask(1, memory.ctypes.data, size)
+    assert (len(server._asked), failed) == ((1, []) if kept else (0, [link]))
