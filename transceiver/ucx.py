@@ -34,6 +34,7 @@ from transceiver.wire import MAX_MESSAGE_BYTES
 __all__ = ["UcxTransport"]
 
 _log = logging.getLogger(__name__)
+_MAX_HANDSHAKE_BYTES = 4 << 20  # of a message before the secret is proved: a layout and the keys of 256 regions fit
 _MAX_PROGRESS = 64  # rounds before events are delivered, so that a busy fabric cannot starve the protocol
 
 
@@ -146,7 +147,8 @@ class UcxTransport:
         self._lost.append(link)
 
     def _on_am(self, endpoint: int, data: int, length: int) -> None:  # inside progress
-        if length <= MAX_MESSAGE_BYTES:
+        link = self._links.get(endpoint)
+        if length <= (MAX_MESSAGE_BYTES if link is not None and link.trusted else _MAX_HANDSHAKE_BYTES):
             self._inbox.append((endpoint, ctypes.string_at(data, length)))
 
     def _on_data(self, endpoint: int, header: bytes, data: int, length: int) -> None:  # inside progress

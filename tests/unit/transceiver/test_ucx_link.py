@@ -135,3 +135,17 @@ def test_copy_threads_end_with_the_transport_even_when_a_link_cannot_be_dropped(
     monkeypatch.setattr(transport.copies, "close", lambda: closed.append(True))
     transport.close()
     assert (dropped, closed, transport._epoll) == ([1, 2], [True], None)
+
+
+@pytest.mark.parametrize(("link", "size", "kept"), [
+    ("trusted", 64 << 20, True), ("trusted", (64 << 20) + 1, False), ("stranger", 4 << 20, True),
+    ("stranger", (4 << 20) + 1, False), ("unknown", (4 << 20) + 1, False),
+])  # fmt: skip
+def test_a_large_message_of_a_stranger_is_not_even_copied(link: str, size: int, kept: bool) -> None:
+    transport, data = UcxTransport("127.0.0.1", CacheTransceiverConfig()), np.zeros(size, np.uint8)
+    if link != "unknown":
+        transport._links[1] = SimpleNamespace(trusted=link == "trusted")  # type: ignore[assignment]
+    transport._on_am(1, data.ctypes.data, size)
+    assert [len(payload) for _, payload in transport._inbox] == ([size] if kept else [])
+    transport._links.clear()
+    transport.close()
